@@ -1,0 +1,251 @@
+"""Every message that crosses a process border: tagged structs, columns rather than rows.
+
+Pure declarations. `mstar.communication.wire` builds the codecs and refuses an untyped field at import. Requests are
+named by their id (a string): handles never leave a process. Slots, streams and signals are indices into the tables of
+`mstar.graph.compile.CompiledGraph`, which every process builds from the same declarations.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class HostTensor(msgspec.Struct, array_like=True, frozen=True):
+    """A small host tensor that rides in a message: C-contiguous little-endian bytes; dtype by numpy name ("bfloat16" as uint16 words)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn, validated at intake. `top_k=0` means no limit; `temperature=0` means greedy.
+
+    `seed` is always set (the front draws one when the client gave none). `logit_bias` is two parallel columns.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    bias_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()
+    num_logprobs: int = -1
+    """-1: none; 0: the sampled token's own; n: also the n most likely."""
+    min_tokens: int = 0
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    """End tokens of the model and of the request (the model's own are left out under ignore_eos)."""
+
+
+class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know of a request before its first walk."""
+
+    sampling: SamplingParams
+    prompt_ids: HostTensor | None = None
+    """int32 [num_prompt_tokens]"""
+    inputs: dict[str, HostTensor] = {}
+    """Persisted signals bound at open (media features, noise, ...), by signal name."""
+    limits: dict[str, int] = {}
+    """Loop limits by `LoopLimit` name."""
+    parameters: bytes = b"{}"
+    """The model's own request parameters, JSON of its `parameter_schema`."""
+    priority: int = 0
+
+
+class StartWalk(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Front → worker. The first of a request carries `open`. `walks` are run one after the other by the worker alone;
+    `last` says that the partition has no further walk after them. An empty `walks` starts a stream-fed partition."""
+
+    rid: str
+    partition: str
+    walks: tuple[str, ...]
+    last: bool
+    open: OpenRequest | None = None
+
+
+class WalkDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → front: this worker's part of the partition's walks has ended. `emits` counts what was emitted per signal
+    over the request's life on this worker, so that the front knows when it has everything."""
+
+    rid: str
+    partition: str
+    rank: int
+    reason: FinishReason
+    emits: dict[str, int]
+    num_computed_prompt_tokens: int = 0
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """Front → worker: a stop string was found; end the loops of this partition now."""
+
+    rid: str
+    partition: str
+
+
+class Unpersist(msgspec.Struct, tag=True, frozen=True):
+    """Front → worker: a persisted signal is not needed any more."""
+
+    rid: str
+    partition: str
+    name: str
+
+
+class Remove(msgspec.Struct, tag=True, frozen=True):
+    """Front → worker: forget the request (finished, aborted, failed or timed out) and free all that it holds."""
+
+    rid: str
+
+
+class Fail(msgspec.Struct, tag=True, frozen=True):
+    """Worker → front: this request failed. `code` is the HTTP status that fits (400, 500, 503)."""
+
+    rid: str
+    message: str
+    code: int = 500
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor or front → worker: end the loop and exit 0."""
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """First message of a worker to the front and to each peer. A schema or version mismatch refuses the peer."""
+
+    rank: int
+    incarnation: int
+    version: str
+    schema_hash: str
+    pid: int
+
+
+class PlanRow(msgspec.Struct, frozen=True, array_like=True):
+    """One line of the memory plan table."""
+
+    name: str
+    detail: str
+    num_bytes: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → front: loaded, warmed up, serving. `max_total_tokens`: the most one request can ever hold (its KV)."""
+
+    rank: int
+    incarnation: int
+    plan: tuple[PlanRow, ...]
+    max_total_tokens: int
+
+
+class LoadProgress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → supervisor during start-up: one progress bar's state."""
+
+    rank: int
+    label: str
+    done: int
+    total: int
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker's heartbeat thread → front. `step_age_s` is 0 between steps. `gauges` are (name with labels, value)
+    in Prometheus text form, e.g. `mstar_pages{pool="kv",state="free"}`."""
+
+    rank: int
+    incarnation: int
+    step_age_s: float
+    gauges: dict[str, float]
+
+
+class PeerUp(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor → everyone: the process of `rank` (-1: the front) listens at `address` in this incarnation."""
+
+    rank: int
+    incarnation: int
+    address: str
+
+
+class PeerLost(msgspec.Struct, tag=True, frozen=True):
+    """Supervisor → everyone: the process of `rank` is gone; fail what depends on it, free what it was to read."""
+
+    rank: int
+    incarnation: int
+    detail: str
+
+
+class TensorColumns(msgspec.Struct, frozen=True):
+    """Tensors in the sender's arena, parallel columns. `tickets` come back in an `AckFrame` once copied out."""
+
+    arena: str
+    tickets: list[int]
+    offsets: list[int]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+
+
+class EdgeFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → worker. Value i belongs to slot `slots[i]` of request `rids[i]`; it consists of the next `counts[i]`
+    tensors."""
+
+    src: int
+    rids: list[str]
+    slots: list[int]
+    counts: list[int]
+    tensors: TensorColumns
+
+
+class StreamFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → worker: items of streaming edges, in order, and the totals of streams that have ended."""
+
+    src: int
+    rids: list[str]
+    edges: list[int]
+    tags: list[int]
+    tensors: TensorColumns
+    end_rids: list[str]
+    end_edges: list[int]
+    end_totals: list[int]
+
+
+class AckFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → worker: tensors copied out, and stream items consumed (credit)."""
+
+    src: int
+    tickets: list[int]
+    credit_rids: list[str]
+    credit_edges: list[int]
+    credit_counts: list[int]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-softmax of the raw logits: the sampled token's, then the `num_logprobs` most likely."""
+
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class EmitFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → front, one per step: emitted tokens inline (row i: `tokens[i]` of signal `signals[i]`), tensors inline too."""
+
+    src: int
+    rids: list[str]
+    signals: list[str]
+    """One entry when all rows share it."""
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    tensor_rids: list[str] = []
+    tensor_signals: list[str] = []
+    tensors: list[HostTensor] = []
+
+
+ToWorker = StartWalk | Stop | Unpersist | Remove | Shutdown | PeerUp | PeerLost | Hello | EdgeFrame | StreamFrame | AckFrame
+ToFront = Hello | Ready | Heartbeat | EmitFrame | WalkDone | Fail | PeerUp | PeerLost | Shutdown
+ToSupervisor = Hello | Ready | LoadProgress
+Message = ToWorker | ToFront | ToSupervisor

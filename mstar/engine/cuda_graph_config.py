@@ -1,0 +1,31 @@
+"""Capture declarations: which walks of a node run as replays over padded static buffers, and at which sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class CudaGraphConfig:
+    """`walk` is captured once per size. `cg_key_info` distinguishes variants of one walk."""
+
+    walk: str
+    capture_batch_sizes: tuple[int, ...] | None = None
+    cg_key_info: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedCudaGraphConfig(CudaGraphConfig):
+    """Decode-like: every row has exactly one token. None for `capture_batch_sizes`: the deployment's list."""
+
+
+class BucketKey(NamedTuple):
+    """Identity of one captured graph. `q_len` is the number of tokens per row (1 for decode)."""
+
+    walk: str
+    bs: int
+    num_tokens: int
+    q_len: int
+    cg_key_info: Hashable = None

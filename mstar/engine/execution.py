@@ -1,0 +1,92 @@
+"""`Step`: one forward of one node over its rows, from composition to routing.
+
+Built by the worker's micro-scheduler, carried through the engine, read back in `check_stop` and `route`. Columns; owned by
+the worker's loop thread, except `work`, which the device executor runs once, and `outputs`, which it writes before
+`event` fires.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mstar.graph.protocol import TakenRows
+
+if TYPE_CHECKING:
+    from mstar.engine.resources.base import Transaction
+    from mstar.engine.submodule import RowColumns
+    from mstar.platforms.executor import DeviceEvent
+
+
+class StepState(enum.Enum):
+    BUILT = "built"
+    ARMED = "armed"
+    """Admitted, planned and advanced; its transaction is open."""
+    SUBMITTED = "submitted"
+    DONE = "done"
+    ABANDONED = "abandoned"
+
+
+class StepPart(NamedTuple):
+    """Rows of one (node, walk); `begin:end` is their range in the step's columns."""
+
+    taken: TakenRows
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """`host[signal]`: numpy `[rows, ...]` views into the guarded output ring, valid until two more steps have been
+    submitted. `ids[signal]`: tensor-store ids by row (int64 [rows]), or None when the value is the live column."""
+
+    host: dict[str, np.ndarray] = field(default_factory=dict)
+    ids: dict[str, np.ndarray | None] = field(default_factory=dict)
+    logprobs: Any = None
+
+
+@dataclass(slots=True)
+class Step:
+    """`handles` int32 [rows] and `spans` int32 [rows], decode-like part first. `failed`: handle → message."""
+
+    node: str
+    parts: tuple[StepPart, ...]
+    handles: np.ndarray
+    spans: np.ndarray
+    columns: RowColumns
+    state: StepState = StepState.BUILT
+    spec_ids: tuple[int, ...] = ()
+    txn: Transaction | None = None
+    plan: Any = None
+    event: DeviceEvent | None = None
+    outputs: StepOutputs = field(default_factory=StepOutputs)
+    failed: dict[int, str] = field(default_factory=dict)
+    error: BaseException | None = None
+    composed_ns: int = 0
+    submitted_ns: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.handles)
+
+    def host(self, signal: str) -> np.ndarray:
+        """Host copy of an output, `[rows, ...]`."""
+        return self.outputs.host[signal]
+
+
+class AdmitOutcome(NamedTuple):
+    """Empty `refused`: everything is reserved. Otherwise nothing is, and these rows ran short of `resource`."""
+
+    refused: tuple[int, ...] = ()
+    resource: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.refused
+
+
+Gauges = Mapping[str, float]

@@ -1,0 +1,126 @@
+"""`NodeSubmodule`: the tensor half of a model's node, as the engine calls it.
+
+The contract lives here, with the caller. `prepare_*`, `declare_step` and `check_stop` run on the worker's loop thread on
+host integers; `forward*` run wherever the device executor runs and must be tensor in, tensor out: no host sync, no
+data-dependent Python, no I/O.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from mstar.engine.chunking import ChunkingPolicy
+from mstar.engine.cuda_graph_config import CudaGraphConfig
+from mstar.engine.step import Rows, SubmoduleStep
+
+
+class RowColumns(NamedTuple):
+    """What a node may know of its rows before a step; all host, one entry per row.
+
+    `lengths` int32: tokens in the row's cache; `num_prompt` int32: prompt tokens; `num_draws` int32: tokens sampled so
+    far; `iterations` int32: innermost loop iteration; `finals` bool: the pass takes its stream's last chunk. `prompts`: the prompt ids,
+    int32, by row (None where the request has none). `live` input names whose value is the live column.
+    """
+
+    handles: np.ndarray
+    lengths: np.ndarray
+    num_prompt: np.ndarray
+    num_draws: np.ndarray
+    iterations: np.ndarray
+    finals: np.ndarray
+    prompts: Sequence[np.ndarray | None]
+    live: frozenset[str]
+
+
+class NodeBatch(NamedTuple):
+    """A node's wish for one step. `spans` int32 [rows]: tokens each row computes; a negative span declines the row for
+    this step. `token_ids` int32 [sum of spans]: host ids, -1 where the row's live token is to be read (None: the node
+    takes no tokens). `kept` bool [rows]: rows that sample (None: all)."""
+
+    spans: np.ndarray
+    token_ids: np.ndarray | None = None
+    kept: np.ndarray | None = None
+
+
+class NodeInputs(NamedTuple):
+    """One row's wish, for nodes without a columnar path: span, host token ids (int32 [span]) or None, samples or not."""
+
+    span: int = 0
+    token_ids: np.ndarray | None = None
+    kept: bool = True
+
+
+@dataclass(slots=True)
+class EngineInputs:
+    """What a forward receives; shapes include the bucket's padding rows.
+
+    `tokens` int64 [tokens]: resolved ids (host ids, live column where asked). `last` int64 [rows]: index of each row's
+    last token. `tensors[name]`: inputs stacked over rows `[rows, ...]`; inputs whose rows differ in shape, and
+    lists (stream chunks `[items, ...]`, accumulated outputs), come in `ragged[name]` as one tensor per row instead.
+    `iterations` int64 [rows]. `num_rows` is the number of real rows.
+    """
+
+    num_rows: int
+    tokens: torch.Tensor | None
+    last: torch.Tensor | None
+    tensors: Mapping[str, torch.Tensor]
+    ragged: Mapping[str, Sequence[torch.Tensor]]
+    iterations: torch.Tensor
+
+
+NodeOutputs = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+"""By signal: `[rows, ...]` stacked, or one tensor per row where shapes differ."""
+
+
+class StopDecision(NamedTuple):
+    """`index` int [n]: positions in the rows given. `loop`: the loop that ends for them (None: none).
+    `finish`: the partition has produced what was asked; walks still planned are skipped."""
+
+    index: np.ndarray
+    loop: str | None
+    finish: bool
+
+
+class NodeSubmodule(nn.Module, ABC):
+    """Base of every node. A stateless node implements `forward_batched` only."""
+
+    max_rows: int | None = None
+
+    def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch | None:
+        """Columnar path. None: the engine asks `prepare_inputs` row by row."""
+        return None
+
+    def prepare_inputs(self, graph_walk: str, rows: RowColumns, index: int) -> NodeInputs | None:
+        """One row; None declines it for this step (a fixed-length loop's extra step)."""
+        return NodeInputs()
+
+    def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep | None:
+        """Resources this step touches; None for a stateless node."""
+        return None
+
+    def can_batch(self, graph_walk: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> bool:
+        """Whether rows with these input shapes may share a forward; otherwise they run one after the other."""
+        return True
+
+    @abstractmethod
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs: ...
+
+    def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
+        """Host copies of the signals in `host_signals`, `[rows, ...]`; the only place where values are read on the host."""
+        return []
+
+    host_signals: frozenset[str] = frozenset()
+    """Output signals copied to the host behind each step (small: tokens, stop flags)."""
+
+    def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
+        return None
+
+    def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+        return ()

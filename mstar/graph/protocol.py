@@ -1,0 +1,234 @@
+"""The contract of a graph runtime: columns in, columns out.
+
+A runtime keeps, for the requests of one worker, which node of which walk may run next, and who receives what a node
+produced. It is pure bookkeeping on integers: it moves no tensor, sends no message and reads no clock. Runs on the
+worker's loop thread only. Rows are request handles; a node belongs to one partition, so (key, handle) names a row.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+NO_TENSOR = 0
+"""Tensor id of an optional input that is absent."""
+
+LIVE_COLUMN = -1
+"""Tensor id of a value that lives in the producing node's device column, one entry per handle (a sampled token).
+Never counted, never sent: only a same-node edge or an emit may carry it."""
+
+
+class ReadyKey(NamedTuple):
+    """What a step runs: a node in a walk. Node names are unique over partitions."""
+
+    node: str
+    walk: str
+
+
+class Gate(enum.IntFlag):
+    """Reasons why a row may not be scheduled; a row is in the ready index only while none is set."""
+
+    FAILED = 1
+    HELD = 2
+    REMOVING = 4
+    DRAINING = 8
+    WAIT_ENGINE = 16
+    CHUNKING = 32
+    STREAM_FULL = 64
+
+
+class SlotRef(NamedTuple):
+    """An input slot, named the same on every worker: dense id of (walk, node, input). `CompiledGraph.slots` lists them."""
+
+    walk: str
+    node: str
+    name: str
+
+
+class Cols(NamedTuple):
+    """Edge values that arrived from elsewhere, one entry per value.
+
+    `slots` index `CompiledGraph.slots`; a slot with an empty node name is the persisted signal `name` of that
+    partition (`walk` then holds the partition). `counts[i]` values of row i follow each other in `ids` (1, except for
+    an accumulated loop output).
+    """
+
+    handles: Sequence[int]
+    slots: Sequence[int]
+    ids: Sequence[int]
+    counts: Sequence[int] | None = None
+
+
+class TakenRows(NamedTuple):
+    """Rows handed to a step, with the tensor ids of their inputs.
+
+    `ids[input_name][i]` is the id of row i: `NO_TENSOR` when absent, `LIVE_COLUMN` for a live value. Inputs that hold
+    several values per row (a stream chunk, an accumulated output) are in `lists[input_name][i]` instead.
+    `iterations[i]` counts from 0 in the innermost loop around the node (0 outside a loop); for a stream-fed walk outside a loop it
+    counts passes. `finals[i]` is true for a pass that consumes the last chunk of its stream.
+    """
+
+    key: ReadyKey
+    rows: list[int]
+    ids: Mapping[str, Sequence[int]]
+    lists: Mapping[str, Sequence[Sequence[int]]]
+    iterations: Sequence[int]
+    finals: Sequence[bool]
+
+
+class SpecTarget(NamedTuple):
+    """Rows that become ready for `key` if the step that runs now completes without a stop or a failure."""
+
+    key: ReadyKey
+    rows: list[int]
+
+
+class SpecTaken(NamedTuple):
+    """An armed speculation. Inputs produced by the step in flight have the id `LIVE_COLUMN`; a target whose other
+    in-flight inputs are tensors is never offered."""
+
+    spec_id: int
+    taken: TakenRows
+
+
+class EdgeColumns(NamedTuple):
+    """Values for one peer worker, parallel lists."""
+
+    handles: list[int]
+    slots: list[int]
+    ids: list[int]
+    counts: list[int]
+
+
+class StreamColumns(NamedTuple):
+    """Stream items for one peer worker (or for this one), parallel lists; `edges` index `CompiledGraph.streams`,
+    `tags` index `CompiledGraph.walk_names` (the walk that shall consume the item)."""
+
+    handles: list[int]
+    edges: list[int]
+    ids: list[int]
+    tags: list[int]
+
+
+class EmitColumns(NamedTuple):
+    """Emitted values of one (key, signal): `ids[i]` is a tensor id, or `LIVE_COLUMN` when the value rides inline."""
+
+    key: ReadyKey
+    signal: str
+    modality: str
+    handles: list[int]
+    ids: list[int]
+
+
+@dataclass(slots=True)
+class Routed:
+    """What one step's completions lead to; `complete` appends, the worker's outbox reads it once per step."""
+
+    emits: list[EmitColumns] = field(default_factory=list)
+    edges: dict[int, EdgeColumns] = field(default_factory=dict)
+    streams: dict[int, StreamColumns] = field(default_factory=dict)
+    stream_ends: dict[int, tuple[list[int], list[int], list[int]]] = field(default_factory=dict)
+    """peer → (handles, edges, totals): this producer makes no further item."""
+    credits: dict[int, tuple[list[int], list[int], list[int]]] = field(default_factory=dict)
+    """peer → (handles, edges, counts): items of a stream that a pass of this worker consumed for good."""
+    walk_done: list[tuple[int, str]] = field(default_factory=list)
+    """(handle, partition) whose local part of the current walk has ended (for a stream-fed partition: for good)."""
+    freed: list[int] = field(default_factory=list)
+    """Tensor ids whose last reference went."""
+
+
+class TensorBooks(Protocol):
+    """Reference counts of the tensors of this worker. An id starts at zero references when it is put."""
+
+    def retain(self, ids: Sequence[int]) -> None: ...
+    def release(self, ids: Sequence[int]) -> list[int]:
+        """Drop one reference each; returns the ids that have none left."""
+        ...
+
+
+class GraphRuntime(Protocol):
+    """See the module docstring. Every call covers a whole batch; an error in an argument raises `GraphError` and
+    changes nothing."""
+
+    def add(self, handle: int, partition: str, walk: str | None, limits: Mapping[str, int]) -> None:
+        """Start `partition` of a request. `walk=None`: a stream-fed partition whose first item's tag names the walk.
+        `limits` resolves each `LoopLimit` of the partition's walks. A loop with limit 0 is skipped: its end follows at once."""
+        ...
+
+    def remove(self, handle: int) -> list[int]:
+        """Forget a request in all partitions; no row of it may be in a step. Returns the freed tensor ids."""
+        ...
+
+    def set_walk(self, handle: int, partition: str, walk: str) -> None:
+        """Enter the next walk; the partition must be idle. Persisted signals bind to its external inputs by name."""
+        ...
+
+    def set_limits(self, handle: int, partition: str, limits: Mapping[str, int]) -> None:
+        """Change loop limits before the loop that uses them starts."""
+        ...
+
+    def partition_idle(self, handle: int, partition: str) -> bool: ...
+    def gate(self, handles: Sequence[int], bits: Gate, on: bool) -> None: ...
+
+    def ingest(self, block: Cols) -> list[int]:
+        """Deliver values. Returns the indices refused because the row is not (yet) in that walk: the caller parks them."""
+        ...
+
+    def persist(self, handle: int, partition: str, name: str, tensor_id: int) -> None:
+        """Bind a request input (prompt ids, media) as a persisted signal; external inputs of that name take it."""
+        ...
+
+    def unpersist(self, handle: int, partition: str, name: str) -> list[int]: ...
+
+    def stream_put(
+        self, handles: Sequence[int], edges: Sequence[int], ids: Sequence[int], tags: Sequence[int]
+    ) -> None: ...
+    def stream_end(self, handle: int, edge: int, total: int) -> None:
+        """No item after the first `total`; may arrive before they do."""
+        ...
+
+    def stream_credit(self, handles: Sequence[int], edges: Sequence[int], counts: Sequence[int]) -> None:
+        """Consumers freed room: lifts `STREAM_FULL` of producers (set by the runtime itself when items ahead reach the
+        connection's credit)."""
+        ...
+
+    def ready_keys(self) -> list[ReadyKey]:
+        """Keys with at least one ready row. Cost: the number of keys, not of requests."""
+        ...
+
+    def num_ready(self, key: ReadyKey) -> int: ...
+    def peek(self, key: ReadyKey, limit: int) -> list[int]: ...
+    def take(self, key: ReadyKey, rows: Sequence[int]) -> TakenRows: ...
+    def give_back(self, key: ReadyKey, rows: Sequence[int]) -> None:
+        """Rows return to the front of the key's queue in their old order, stream chunks to their buffers."""
+        ...
+
+    def speculate_node(self, key: ReadyKey, rows: Sequence[int]) -> list[SpecTarget]:
+        """Rows of a running (key, rows) that would go on inside the same walk; never past an end the host knows
+        (loop limits), never a disabled pair, never a gated row."""
+        ...
+
+    def spec_prepare(self, key: ReadyKey, rows: Sequence[int]) -> SpecTaken: ...
+    def spec_settle(self, spec_id: int, keep: Sequence[int]) -> None:
+        """Exactly once per speculation: after the routing of the step before it (rows not kept are wasted: their loop
+        has ended or they failed), or with `keep=()` and nothing routed yet when the step is abandoned."""
+        ...
+
+    def stop_loops(self, rows: Sequence[int], loops: Sequence[str]) -> None:
+        """The loop `loops[i]` of row i ends with the iteration whose completion is reported next."""
+        ...
+
+    def complete(self, key: ReadyKey, rows: Sequence[int], ids: Mapping[str, Sequence[int]], routed: Routed) -> None:
+        """Rows of a step finished. `ids[signal][i]`: tensor id of output `signal` of row i (`LIVE_COLUMN` if live,
+        `NO_TENSOR` if the node made none). A second completion of the same row raises `GraphError`."""
+        ...
+
+    def fail(self, rows: Sequence[int]) -> None:
+        """Rows in a step failed: gate FAILED, the step no longer holds them; they await `remove`."""
+        ...
+
+
+class GraphError(Exception):
+    """A graph declaration or a call that breaks the contract."""

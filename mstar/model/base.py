@@ -1,0 +1,153 @@
+"""`Model`: the declaring half of a model. Imported by the front, the preprocess pool and launch; no torch here.
+
+The tensor half (`submodules.py`, `network.py` of a model package) is named by import string in the `ModelCard` and is
+imported on workers only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from mstar.graph.base import Walks
+from mstar.streaming.topology import PartitionTopology
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """Registry entry. `model` and `submodules` are import strings `package.module:attribute`; the latter is a callable
+    `(node_name, SubmoduleContext) -> NodeSubmodule`. `architectures` are the config names that select this model."""
+
+    name: str
+    model: str
+    submodules: str
+    architectures: tuple[str, ...] = ()
+    description: str = ""
+    default_checkpoint: str = ""
+    modalities_in: tuple[str, ...] = ("text",)
+    modalities_out: tuple[str, ...] = ("text",)
+    endpoints: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """What a model is built from: the checkpoint's config (as in `config.json`), the folder with `tokenizer.json` and
+    the chat template (None: no text side), and the deployment's limit."""
+
+    config: Mapping[str, Any]
+    tokenizer_dir: Path | None
+    max_seq_len: int
+
+
+class ChatMessage(NamedTuple):
+    """One message of a conversation as the chat template sees it (text parts already joined)."""
+
+    role: str
+    content: str
+    extra: Mapping[str, Any] = {}
+
+
+class NoParameters(BaseModel):
+    """Parameter schema of a model without parameters of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """Input of `process_prompt`. Exactly one of `messages`, `text`, `token_ids` is set (none for a model without text)."""
+
+    kind: Literal["chat", "completion", "native"]
+    messages: tuple[ChatMessage, ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    parameters: BaseModel = field(default_factory=NoParameters)
+    max_tokens: int = 16
+    """Output tokens granted at most (after clamping to the context)."""
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """Output of `process_prompt`: token ids int32 [n] (or None), tensors bound as persisted signals by name, and model
+    facts for the worker (`step_metadata`)."""
+
+    token_ids: np.ndarray | None
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    step_metadata: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+
+
+class PartitionPlan(NamedTuple):
+    """All walks of one partition, in order (empty for a stream-fed one)."""
+
+    partition: str
+    walks: tuple[str, ...]
+
+
+class WalkPlan(NamedTuple):
+    """The whole schedule of a request, known up front: the workers advance alone. `limits`: loop limits by name."""
+
+    partitions: tuple[PartitionPlan, ...]
+    limits: Mapping[str, int]
+
+
+class WalkStep(NamedTuple):
+    """The next walk of a partition, decided after the previous one."""
+
+    walk: str
+
+
+class Done(NamedTuple):
+    """The partition has no further walk."""
+
+
+class PartitionState(NamedTuple):
+    """What `next_walk` decides on: walks done so far and the prompt's metadata."""
+
+    walks_done: tuple[str, ...]
+    step_metadata: Mapping[str, int | float | str | bool]
+
+
+class Model(ABC):
+    """One model, on the declaring side. Built once per process from a `ModelSetup`."""
+
+    card: ModelCard
+
+    def __init__(self, setup: ModelSetup) -> None:
+        self.setup = setup
+
+    @abstractmethod
+    def walks(self) -> Walks: ...
+    @abstractmethod
+    def partitions(self) -> PartitionTopology: ...
+    @abstractmethod
+    def get_node_resources(self) -> Sequence[Any]:
+        """`NodeResourceSpec` per node with resources (typed loosely here: specs live in the engine's `spec.py`)."""
+
+    @abstractmethod
+    def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
+        """Runs in the preprocess pool. Raises `ValueError` with a message for the client."""
+
+    @abstractmethod
+    def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan | None:
+        """The schedule, when it is known up front; None: `next_walk` is asked after each walk."""
+
+    def next_walk(self, partition: str, state: PartitionState) -> WalkStep | Done:
+        return Done()
+
+    def parameter_schema(self) -> type[BaseModel]:
+        return NoParameters
+
+    def stop_token_ids(self) -> Sequence[int]:
+        """End tokens of the model (chat end included)."""
+        return ()
+
+    def vocab_size(self) -> int:
+        return 0

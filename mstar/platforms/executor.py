@@ -1,0 +1,98 @@
+"""Device executors: where a step's forward runs.
+
+`InlineExecutor` runs work at once on the calling thread (CUDA launches are asynchronous; the plain CPU loop).
+`ThreadedExecutor` runs it in order on one other thread, so that the loop plans the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+Work = Callable[[], None]
+
+
+class DeviceEvent:
+    """Fires when the work it belongs to has ended. `error` is what the work raised; times are `time.monotonic_ns`."""
+
+    __slots__ = ("_fired", "began_ns", "ended_ns", "error")
+
+    def __init__(self) -> None:
+        self._fired = threading.Event()
+        self.began_ns = 0
+        self.ended_ns = 0
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self._fired.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._fired.wait(timeout_s)
+
+    def run(self, work: Work) -> None:
+        """Run `work` and fire. An exception is kept in `error`: it belongs to the step, not to the executor."""
+        self.began_ns = time.monotonic_ns()
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - handed to the step's owner
+            self.error = error
+        self.ended_ns = time.monotonic_ns()
+        self._fired.set()
+
+
+class DeviceExecutor(Protocol):
+    """Runs submitted work in order."""
+
+    overlaps: bool
+    """Whether the caller goes on while work runs."""
+
+    def submit(self, work: Work) -> DeviceEvent: ...
+    def close(self) -> None: ...
+
+
+class InlineExecutor:
+    """Work has ended when `submit` returns."""
+
+    overlaps = False
+
+    def submit(self, work: Work) -> DeviceEvent:
+        event = DeviceEvent()
+        event.run(work)
+        return event
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ThreadedExecutor:
+    """One daemon thread with a FIFO queue; `on_done` (thread-safe) is called after each piece of work."""
+
+    overlaps = True
+
+    def __init__(self, on_done: Callable[[], None] | None = None, prepare: Work | None = None) -> None:
+        self._queue: queue.SimpleQueue[tuple[DeviceEvent, Work] | None] = queue.SimpleQueue()
+        self._on_done = on_done
+        self._prepare = prepare
+        self._thread = threading.Thread(target=self._run, name="device-executor", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> DeviceEvent:
+        event = DeviceEvent()
+        self._queue.put((event, work))
+        return event
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        if self._prepare is not None:
+            self._prepare()
+        while (item := self._queue.get()) is not None:
+            event, work = item
+            event.run(work)
+            if self._on_done is not None:
+                self._on_done()
