@@ -1,0 +1,82 @@
+"""Layer handles: what a layer of a model sees of a resource, and how it gets hold of it.
+
+A layer that uses resources is an `nn.Module` with a method `bind_resources(find)`; `bind_layers` calls it once at load
+time, after which the layer keeps its handles. The handles' methods run wherever the forward runs, on the plan that
+`Resource.begin_forward` has pointed them at; there is no cursor over layers and no look-up during a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor, nn
+
+from mstar.engine.resources.base import Resource
+
+
+class RotaryHandle(Protocol):
+    """Rotary tables and the positions of this step's tokens."""
+
+    cos: Tensor
+    """fp32 [max positions, rotary_dim / 2]"""
+    sin: Tensor
+    positions: Tensor
+    """int32 [tokens] of the step, padding included"""
+
+
+class AttentionHandle(Protocol):
+    """One layer of attention over a paged cache (`AttentionSpec.kv_key`)."""
+
+    def attend(self, qkv: Tensor, rotary: RotaryHandle | None, out: Tensor | None = None) -> Tensor:
+        """Rotate queries and keys of `qkv [tokens, (heads + 2 kv_heads) * head_dim]` (in place; not at all without
+        `rotary`), write keys and values into the cache unless the step only reads it, and attend.
+
+        Returns `[tokens, heads * head_dim]` in the dtype of `qkv`.
+        """
+        ...
+
+
+class SamplerHandle(Protocol):
+    """Draws tokens, and knows what ends a row."""
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """int32 [rows]: one token per row of `logits [rows, vocab]` (any float dtype), written to the live column of
+        the rows that draw in this step."""
+        ...
+
+    def stopped(self, handles: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Host side, loop thread: bool [rows], true where the row's token is one of its `stop_token_ids`. Before
+        `min_tokens` a stop token is never drawn, so this needs no count."""
+        ...
+
+
+FindLayer = Callable[[str, int], Any]
+"""(resource key, layer index) → the layer handle; `LookupError` for a key that the node does not declare."""
+
+
+@runtime_checkable
+class UsesResources(Protocol):
+    def bind_resources(self, find: FindLayer) -> None: ...
+
+
+def bind_layers(node: str, module: nn.Module, resources: Mapping[str, Resource]) -> None:
+    """Give every layer of `module` its handles.
+
+    Raises:
+        LookupError: a layer names a resource that `node` does not declare; names the node, the layer and the key.
+    """
+    for name, layer in module.named_modules():
+        if not isinstance(layer, UsesResources):
+            continue
+
+        def find(key: str, index: int, name: str = name) -> Any:
+            if key not in resources:
+                raise LookupError(
+                    f"layer {name!r} of node {node!r} uses resource {key!r}, which the node does not declare "
+                    f"(declared: {', '.join(sorted(resources)) or 'none'})"
+                )
+            return resources[key].layer(index)
+
+        layer.bind_resources(find)
