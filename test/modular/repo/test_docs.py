@@ -1,0 +1,70 @@
+"""The documentation builds offline without a warning, and what it names exists."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.doc_names import documents, exists, kind_of, literals, missing
+from support.repository import ROOT, relative
+
+ROADMAP = ROOT / "docs" / "roadmap.rst"
+PAGES = ("architecture", "adding_models", "models", "installation", "quickstart", "serving",
+         "environment_variables", "glossary", "roadmap", "index")  # fmt: skip
+
+
+def _build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(source), str(target)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_pages_build_with_warnings_as_errors(tmp_path: Path):
+    run = _build(ROOT / "docs", tmp_path / "html")
+    assert run.returncode == 0, run.stderr
+    assert [page for page in PAGES if not (tmp_path / "html" / f"{page}.html").is_file()] == []
+
+
+def test_a_broken_reference_fails_the_build(tmp_path: Path):
+    (tmp_path / "conf.py").write_text("nitpicky = True\n")
+    (tmp_path / "index.rst").write_text("Page\n====\n\n:doc:`nowhere`\n")
+    assert _build(tmp_path, tmp_path / "html").returncode != 0
+
+
+@pytest.mark.parametrize("path", [p for p in documents() if p != ROADMAP], ids=relative)
+def test_names_that_a_page_mentions_exist(path: Path):
+    assert list(missing(path)) == []
+
+
+def test_names_on_the_roadmap_do_not_exist_yet():
+    promises = {name for name in literals(ROADMAP) if kind_of(name) in ("class", "environment variable", "command")}
+    assert promises, "the roadmap names nothing"
+    assert sorted(name for name in promises if exists(name)) == [], "it is here: take it off the roadmap"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MSTAR_NO_SUCH_SWITCH",
+        "mstar_no_such_gauge{pool}",
+        "mstar/no_such_package",
+        "docs/no_such_page.rst",
+        "mstar.graph.base.NoSuchNode",
+        "mstar.no_such_package",
+        "mstar no-such-command",
+        "mstar serve --no-such-option",
+        "make no-such-target",
+        "GET /no-such-route",
+        "NoSuchClass",
+        "GraphNode.no_such_field",
+        "no_such_identifier",
+        "server.no_such_key",
+    ],
+)
+def test_a_wrong_name_is_noticed(name: str):
+    assert not exists(name)
+
+
+@pytest.mark.parametrize("name", ["mstar.graph.base.GraphNode", "GraphNode.input_names", "make check", "mstar version"])
+def test_a_right_name_is_found(name: str):
+    assert kind_of(name)
+    assert exists(name)
