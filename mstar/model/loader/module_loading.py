@@ -1,0 +1,243 @@
+"""Puts a stream of checkpoint tensors into a module by declared rules, strictly: every parameter gets exactly one value
+and every tensor a place, or nothing is accepted. Runs in the worker, before the module serves anything.
+
+Only one model is held: each tensor is copied into its place as it arrives. Sources of a packed parameter wait for each
+other (they come close together), and a parameter on the meta device is allocated when its first value is there.
+"""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from mstar.model.loader.errors import CheckpointError
+from mstar.model.loader.progress import LoadProgress, counted
+
+_NAMES_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class StackRule:
+    """`target`, a suffix of module names, holds `sources`, suffixes of checkpoint names, concatenated along `dim`."""
+
+    target: str
+    sources: tuple[str, ...]
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RenameRule:
+    """Checkpoint names that begin with `prefix` begin with `replacement` in the module. The first match counts."""
+
+    prefix: str
+    replacement: str
+
+
+@dataclass(frozen=True, slots=True)
+class TieRule:
+    """Module name `target` is the same tensor as module name `source`. A value for `target` in the checkpoint is not
+    used, as in transformers' tied embeddings."""
+
+    target: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRules:
+    """How checkpoint names become module names: `ignore` (shell patterns on checkpoint names) first, then `renames`,
+    then `ties`, then `stacks`; other names stay as they are."""
+
+    renames: tuple[RenameRule, ...] = ()
+    stacks: tuple[StackRule, ...] = ()
+    ties: tuple[TieRule, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """`num_tensors` read from the checkpoint and used, `num_bytes` of module memory filled, names not used."""
+
+    num_tensors: int
+    num_bytes: int
+    ignored: tuple[str, ...]
+    seconds: float
+
+
+def load_weights(
+    module: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    rules: LoadRules,
+    *,
+    device: torch.device | str | None = None,
+    progress: LoadProgress | None = None,
+) -> LoadReport:
+    """Fills parameters and persistent buffers of `module`. Meta tensors are allocated on `device` (default: CPU) in
+    their own dtype, others keep their memory. `progress` counts module bytes; give it here or to `iter_weights`, not to
+    both.
+
+    Raises:
+        CheckpointError: missing, unexpected, doubled or misshapen tensors, all listed by name.
+    """
+    started = time.monotonic()
+    destination = _Destination(module, torch.device(device or "cpu"))
+    stacks: dict[str, _Stack] = {}
+    ignored: list[str] = []
+    num_tensors = 0
+    tied = {tie.target for tie in rules.ties}
+    add = counted("loading weights", destination.total_bytes, progress)
+    for checkpoint_name, tensor in weights:
+        name = _renamed(checkpoint_name, rules.renames)
+        if name in tied or any(fnmatchcase(checkpoint_name, pattern) for pattern in rules.ignore):
+            ignored.append(checkpoint_name)
+            continue
+        num_tensors += 1
+        place = _stack_place(name, rules.stacks)
+        if place is None:
+            add(destination.fill(name, {name: tensor}, 0))
+            continue
+        target, source, rule = place
+        stack = stacks.setdefault(target, _Stack(rule))
+        if source in stack.parts:
+            destination.problem("given twice", checkpoint_name)
+            continue
+        stack.parts[source] = tensor
+        if len(stack.parts) == len(rule.sources):
+            add(destination.fill(target, {part: stack.parts[part] for part in rule.sources}, rule.dim))
+            stack.parts = dict.fromkeys(rule.sources)  # remembered as seen, no longer held
+    for target, stack in stacks.items():
+        if absent := [source for source in stack.rule.sources if source not in stack.parts]:
+            destination.problem("missing", f"{target} (its {', '.join(absent)})")
+            destination.settled.add(target)
+    destination.finish(rules.ties)
+    return LoadReport(num_tensors, destination.total_bytes, tuple(ignored), time.monotonic() - started)
+
+
+@dataclass(slots=True)
+class _Stack:
+    rule: StackRule
+    parts: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+
+def _renamed(name: str, renames: tuple[RenameRule, ...]) -> str:
+    for rename in renames:
+        if name.startswith(rename.prefix):
+            return rename.replacement + name.removeprefix(rename.prefix)
+    return name
+
+
+def _stack_place(name: str, stacks: tuple[StackRule, ...]) -> tuple[str, str, StackRule] | None:
+    """(module name of the packed tensor, which source this is, rule), or None for a tensor that is not packed."""
+    for rule in stacks:
+        for source in rule.sources:
+            if name == source or name.endswith("." + source):
+                return name.removesuffix(source) + rule.target, source, rule
+    return None
+
+
+class _Destination:
+    """The tensors of the module by name, which of them have a value, and what went wrong so far."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
+        self.settled: set[str] = set()  # names with a value, or already reported
+        self.problems: dict[str, list[str]] = {}
+        self.total_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in self.tensors.values()}.values())
+
+    def problem(self, kind: str, what: str) -> None:
+        self.problems.setdefault(kind, []).append(what)
+
+    def aliases(self, name: str) -> list[str]:
+        """All names of the tensor that `name` names: modules may share a parameter."""
+        return [other for other, tensor in self.tensors.items() if tensor is self.tensors[name]]
+
+    def fill(self, name: str, parts: Mapping[str, torch.Tensor | None], dim: int) -> int:
+        """Copies `parts`, one after the other along `dim`, into the tensor `name`. Returns the bytes filled."""
+        values = [part for part in parts.values() if part is not None]
+        if name not in self.tensors:
+            self.problem("unexpected", name if len(values) == 1 else f"{name} (from {', '.join(parts)})")
+            return 0
+        if name in self.settled:
+            self.problem("given twice", name)
+            return 0
+        self.settled.update(self.aliases(name))
+        tensor = self.tensors[name]
+        shapes = " + ".join(str(list(value.shape)) for value in values)
+        if _concatenated_shape(values, dim) != tensor.shape:
+            self.problem("wrong shape", f"{name}: module {list(tensor.shape)}, checkpoint {shapes}")
+            return 0
+        if any(value.is_floating_point() != tensor.is_floating_point() for value in values):
+            self.problem("wrong type", f"{name}: module {tensor.dtype}, checkpoint {values[0].dtype}")
+            return 0
+        if tensor.is_meta:
+            tensor = self.materialize(name)
+        with torch.no_grad():
+            start = 0
+            for value in values:
+                size = value.shape[dim] if value.ndim else 1
+                place = tensor.narrow(dim, start, size) if len(values) > 1 else tensor
+                place.copy_(value)
+                start += size
+        return tensor.nbytes
+
+    def materialize(self, name: str) -> torch.Tensor:
+        """Replaces a meta tensor, under all its names, by memory on the device."""
+        old = self.tensors[name]
+        new: torch.Tensor = torch.empty_like(old, device=self.device)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+            vars(new).update(vars(old))  # attributes that a layer hung on its parameter
+        for alias in self.aliases(name):
+            self.assign(alias, new)
+        return new
+
+    def assign(self, name: str, tensor: torch.Tensor) -> None:
+        path, _, attribute = name.rpartition(".")
+        setattr(self.module.get_submodule(path), attribute, tensor)
+        self.tensors[name] = tensor
+
+    def finish(self, ties: tuple[TieRule, ...]) -> None:
+        """Applies `ties`, then raises if anything is wrong or still without memory."""
+        for tie in ties:
+            if tie.source not in self.tensors:
+                self.problem("missing", f"{tie.source}, to which {tie.target} is tied")
+            elif tie.target in self.tensors:
+                if self.tensors[tie.target] is not self.tensors[tie.source]:
+                    self.total_bytes -= self.tensors[tie.target].nbytes
+                    self.assign(tie.target, self.tensors[tie.source])
+                if tie.source in self.settled:
+                    self.settled.add(tie.target)
+        for name in self.tensors:
+            if name not in self.settled:
+                self.problem("missing", name)
+        if not self.problems:
+            rest = (*self.module.named_parameters(), *self.module.named_buffers())
+            for name in [name for name, tensor in rest if tensor.is_meta]:
+                self.problem("left on the meta device (not part of a checkpoint: make it on a real device)", name)
+        if self.problems:
+            raise CheckpointError(
+                f"the checkpoint does not fit {type(self.module).__name__}:\n"
+                + "\n".join(f"  {kind}: {_listed(names)}" for kind, names in sorted(self.problems.items()))
+            )
+
+
+def _concatenated_shape(values: list[torch.Tensor], dim: int) -> torch.Size | None:
+    """Shape of the values put together along `dim`; None if they do not go together."""
+    shapes = [list(value.shape) for value in values]
+    if len(shapes) == 1:
+        return values[0].shape
+    if any(dim >= len(shape) for shape in shapes):
+        return None
+    total = sum(shape[dim] for shape in shapes)
+    frames = {(*shape[:dim], total, *shape[dim + 1 :]) for shape in shapes}
+    return torch.Size(frames.pop()) if len(frames) == 1 else None
+
+
+def _listed(names: list[str]) -> str:
+    names = sorted(names)
+    more = f", and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
