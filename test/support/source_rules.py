@@ -74,8 +74,12 @@ def sleeps(module: ast.Module) -> Iterator[Complaint]:
 
 
 def catches_everything(module: ast.Module) -> Iterator[Complaint]:
+    """Handlers of every exception that may swallow it; one that ends by raising again only cleans up."""
     for node in ast.walk(module):
         if not isinstance(node, ast.ExceptHandler):
+            continue
+        last = node.body[-1]
+        if isinstance(last, ast.Raise) and last.exc is None:
             continue
         caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         names = ["" if kind is None else dotted(kind).rpartition(".")[2] for kind in caught]

@@ -8,7 +8,10 @@ from support.repository import ROOT, package_files, relative, tree
 from support.source_rules import RULES, catches_everything
 
 # Who may catch everything, and why. An entry without such a handler is stale and fails too.
-MAY_CATCH_EVERYTHING: dict[str, str] = {}
+MAY_CATCH_EVERYTHING: dict[str, str] = {
+    "mstar/platforms/executor.py": "what a step's work raises belongs to the step's owner, on another thread",
+    "mstar/worker/inbox.py": "per-message guard: fails the request that the message named, keeps the rest of the queue",
+}
 
 LONGEST_FILE = 400
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers", "base_utils", "types2"}
@@ -85,8 +88,9 @@ def test_catching_everything_is_seen(handler: str):
     assert list(catches_everything(ast.parse(f"try:\n    f()\n{handler}")))
 
 
-def test_a_narrow_handler_is_not_catching_everything():
-    assert list(catches_everything(ast.parse("try:\n    f()\nexcept (OSError, ValueError): pass"))) == []
+@pytest.mark.parametrize("handler", ["except (OSError, ValueError): pass", "except BaseException:\n    g()\n    raise"])
+def test_a_narrow_handler_or_a_clean_up_is_not_catching_everything(handler: str):
+    assert list(catches_everything(ast.parse(f"try:\n    f()\n{handler}"))) == []
 
 
 def _is_banned(path: Path) -> bool:
