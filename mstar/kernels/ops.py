@@ -1,12 +1,16 @@
 """The operations that layers and attention backends call, each a function of tensors.
 
 Runs on the thread of the forward. Chooses per call between the compiled CPU kernels and `reference`; must not hold
-request state. Which one is the process-wide answer of `select_kernels`, called once before the model loads, because
-`pack_linear` lays weights out for one of them.
+request state. Which one is the process-wide answer of `select_kernels`, given once before the model loads, because
+`pack_linear` lays weights out for one of them. The compiled kernels serve bf16 and fp32 tensors on the CPU; other
+dtypes, devices and layouts go to the reference.
+
+With the compiled kernels a token's or row's result is the same bits whatever else is in the batch, for every operation
+here, and the same whether its prompt came in one piece or many. The reference promises neither.
 
 Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view whose last dimension is contiguous)::
 
-    select_kernels(choice)                                              "auto" | "native" | "torch" -> kind in use
+    select_kernels(choice=None)                                         "auto" | "native" | "torch" -> kind in use
     pack_linear(weight, bias=None)                                      -> PackedLinear, once at load
     linear(x, packed, out=None, out_dtype=None)                         [..., in] -> [..., out]
     embedding(ids, table, out=None)                                     table: Tensor or PackedLinear (tied weights)
@@ -27,28 +31,55 @@ step wrote, ``q_starts int32 [rows + 1]``. Activations and weights are bf16 or f
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
+from mstar import envs
 from mstar.kernels import reference
+from mstar.kernels.cpu import build
+from mstar.kernels.cpu.native import NativeKernels
 from mstar.kernels.packed import PackedLinear
 
+logger = logging.getLogger(__name__)
 
-def select_kernels(choice: str = "auto") -> str:
+_native: NativeKernels | None = None
+_selected: str | None = None
+_COMPILED = frozenset({torch.bfloat16, torch.float32})
+
+
+def select_kernels(choice: str | None = None) -> str:
     """Choose the kernels of this process and return the kind in use, ``native`` or ``torch``.
 
     ``auto`` compiles the CPU kernels if it can and falls back to torch with one log line; ``native`` raises
-    `RuntimeError` instead of falling back.
+    `BuildError` instead of falling back. Without a choice the environment's (`mstar.envs.CPU_KERNELS`) holds.
+    Weights packed before a change of kind keep working with the kind they were packed for.
     """
+    global _native, _selected
+    choice = choice or envs.CPU_KERNELS.get()
     if choice not in ("auto", "native", "torch"):
         raise ValueError(f"kernels must be auto, native or torch, not {choice!r}")
-    return "torch"
+    library = None
+    if choice != "torch":
+        try:
+            library = NativeKernels(build.load_or_build(envs.CACHE_DIR.get()))
+        except (build.BuildError, OSError) as error:
+            if choice == "native":
+                raise
+            logger.warning("CPU kernels fall back to torch, several times slower: %s", error)
+    _native, _selected = library, "torch" if library is None else "native"
+    return _selected
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """Lay ``weight`` ``[out_features, in_features]`` out for `linear`. The argument may be freed afterwards."""
     if weight.dim() != 2:
         raise ValueError(f"a linear weight has 2 dimensions, not {tuple(weight.shape)}")
+    if _selected is None:
+        select_kernels()
+    if _native is not None and _compiled(weight):
+        return _native.pack_linear(weight, bias)
     wide_bias = None if bias is None else bias.float()
     return PackedLinear(weight, wide_bias, weight.shape[0], weight.shape[1], weight.dtype, 0)
 
@@ -58,26 +89,38 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None, out_dtype
 
     ``out_dtype`` may ask a bf16 product for fp32 results (logits); ``out`` decides by its own dtype.
     """
+    if packed.block and _native is not None:
+        return _native.linear(x, packed, out, out_dtype)
     wanted = out.dtype if out is not None else (out_dtype or x.dtype)
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
-    result = reference.linear(x, packed.data, bias, wanted)
-    return result if out is None else out.copy_(result)
+    return _into(out, reference.linear(x, packed.matrix(), bias, wanted))
 
 
 def embedding(ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None = None) -> Tensor:
     """Rows ``ids`` (int32 or int64, ``[tokens]``) of a table or of a packed output layer that shares its weights."""
-    result = reference.embedding(ids, table.data if isinstance(table, PackedLinear) else table)
-    return result if out is None else out.copy_(result)
+    packed = isinstance(table, PackedLinear)
+    if _native is not None and ids.is_cpu and (table.block > 0 if packed else _compiled(table)):
+        result = _native.embedding(ids, table, out)
+        if result is not NotImplemented:
+            return result
+    return _into(out, reference.embedding(ids, table.matrix() if packed else table))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, zero_centered: bool = False) -> Tensor:
     """Root-mean-square norm over the last dimension; ``zero_centered`` scales by ``1 + weight``."""
-    result = reference.rms_norm(x, weight, eps, zero_centered)
-    return result if out is None else out.copy_(result)
+    if _native is not None and _compiled(x):
+        result = _native.norm(x, None, weight, eps, out, zero_centered)
+        if result is not NotImplemented:
+            return result
+    return _into(out, reference.rms_norm(x, weight, eps, zero_centered))
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """``residual += x`` (rounded to its dtype), then ``x = rms_norm(residual)``; both in place, returns ``x``."""
+    if _native is not None and _compiled(x):
+        result = _native.norm(x, residual, weight, eps, x, zero_centered)
+        if result is not NotImplemented:
+            return result
     residual += x
     return x.copy_(reference.rms_norm(residual, weight, eps, zero_centered))
 
@@ -87,12 +130,18 @@ def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: in
 
     A table with ``cos.shape[1] < head_dim / 2`` rotates only the first ``2 * cos.shape[1]`` entries of each head.
     """
+    if _native is not None and _compiled(qkv):
+        result = _native.rope(qkv, positions, cos, sin, num_heads, head_dim)
+        if result is not NotImplemented:
+            return result
     reference.rope(qkv, positions, cos, sin, num_heads, head_dim)
     return qkv
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Store ``k[t]``, ``v[t]`` ``[tokens, kv_heads, head_dim]`` (may be views of a packed qkv) at ``slots[t]``."""
+    if _native is not None and _compiled(k) and _native.write_kv(k, v, k_pages, v_pages, slots) is not NotImplemented:
+        return
     reference.write_kv(k, v, k_pages, v_pages, slots)
 
 
@@ -107,10 +156,14 @@ def rope_write_kv(
     num_q_heads: int,
 ) -> Tensor:
     """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of its keys and values."""
+    if _native is not None and _compiled(qkv):
+        result = _native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads)
+        if result is not NotImplemented:
+            return result
     num_kv_heads, head_dim = k_pages.shape[2], k_pages.shape[3]
-    rope(qkv, positions, cos, sin, num_q_heads + num_kv_heads, head_dim)
+    reference.rope(qkv, positions, cos, sin, num_q_heads + num_kv_heads, head_dim)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    write_kv(heads[:, num_q_heads:-num_kv_heads], heads[:, -num_kv_heads:], k_pages, v_pages, slots)
+    reference.write_kv(heads[:, num_q_heads:-num_kv_heads], heads[:, -num_kv_heads:], k_pages, v_pages, slots)
     return qkv
 
 
@@ -130,21 +183,39 @@ def paged_attend(
     Row ``r`` owns queries ``q_starts[r]:q_starts[r + 1]`` and keys ``0:kv_lens[r]``, found in pages
     ``block_table[r]``; one query per row is decode, many are prefill, and both may share a call. Causal masks are
     aligned bottom-right. Queries that see no key get zeros. Tokens from ``q_starts[-1]`` on are padding: neither read
-    nor written. ``heads`` is a multiple of the kv heads.
+    nor written. ``heads`` is a multiple of the kv heads. ``out`` may be a view of a packed buffer and is not ``q``.
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if _native is not None and _compiled(q):
+        result = _native.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
+        if result is not NotImplemented:
+            return out
     reference.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
     return out
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` of a packed ``[tokens, gate | up]``."""
-    result = reference.silu_and_mul(gate_up)
-    return result if out is None else out.copy_(result)
+    if _native is not None and _compiled(gate_up):
+        result = _native.silu_and_mul(gate_up, out)
+        if result is not NotImplemented:
+            return result
+    return _into(out, reference.silu_and_mul(gate_up))
 
 
 def greedy(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """Largest logit of each row as int32, the lowest index on ties; a row with NaN gives its first NaN."""
-    result = reference.greedy(logits)
+    if _native is not None and _compiled(logits):
+        result = _native.greedy(logits, out)
+        if result is not NotImplemented:
+            return result
+    return _into(out, reference.greedy(logits))
+
+
+def _compiled(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in _COMPILED
+
+
+def _into(out: Tensor | None, result: Tensor) -> Tensor:
     return result if out is None else out.copy_(result)

@@ -16,8 +16,9 @@ from torch import Tensor
 class PackedLinear:
     """Weights of ``y = x @ W.T + bias``. Made by `mstar.kernels.ops.pack_linear`, opaque to its users.
 
-    ``data`` is ``W`` itself (``[out_features, in_features]``) when ``block`` is 0, else the kernel's layout.
-    ``bias`` is fp32 or absent.
+    ``data`` is ``W`` itself (``[out_features, in_features]``) when ``block`` is 0. Otherwise it is int32 words
+    ``[ceil(out / block), ceil(in / per_word), block]``: a word holds one fp32 or two bf16 weights that follow each
+    other along the inputs, and ``block`` outputs lie side by side. ``bias`` is fp32 or absent.
     """
 
     data: Tensor
@@ -26,3 +27,10 @@ class PackedLinear:
     in_features: int
     dtype: torch.dtype
     block: int
+
+    def matrix(self) -> Tensor:
+        """``W`` as ``[out_features, in_features]``; a copy when it is packed."""
+        if not self.block:
+            return self.data
+        columns = self.data.transpose(1, 2).contiguous().view(self.dtype)  # [groups, block, padded in]
+        return columns.flatten(0, 1)[: self.out_features, : self.in_features]

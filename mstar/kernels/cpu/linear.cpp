@@ -1,0 +1,98 @@
+// y = x · Wᵀ + b over weights in the packed layout of panel.h, whose summed dimension is the inputs.
+#include <omp.h>
+
+#include "panel.h"
+
+namespace mstar {
+namespace {
+
+constexpr int64_t PASS_WORDS = 1536;  // inputs per pass: NR packed columns of them stay in the second-level cache
+
+struct Shape {
+    int64_t rows, in, out, x_stride, out_stride;
+};
+
+template <class O>
+void finish(const float* sums, int64_t rows, int64_t cols, const float* bias, O* out, int64_t out_stride,
+            int64_t columns) {
+    for (int64_t r = 0; r < rows; r++, sums += NR * VW, out += out_stride)
+        for (int64_t c = 0; c < cols * VW; c += VW) {
+            if (columns - c >= VW) {
+                vf y = load<vf>(sums + c);
+                store_vector(out + c, bias ? y + load<vf>(bias + c) : y);
+            } else {
+                for (int64_t i = c; i < columns; i++) from_float(bias ? sums[i] + bias[i] : sums[i], out[i]);
+            }
+        }
+}
+
+// Rows [row, row_end) times packed columns [col, col_end) (counted in vectors), on one thread. Columns are the outer
+// loop: each weight comes from memory once, and while one group of columns meets its rows the next is fetched.
+template <class T, class O>
+void block(const Shape& s, const T* x, const uint32_t* w, const float* bias, O* out, int64_t row, int64_t row_end,
+           int64_t col, int64_t col_end) {
+    const int64_t words = s.in / WORD<T>, stride = (s.in + WORD<T> - 1) / WORD<T>;
+    const int64_t tiles = (row_end - row + MR - 1) / MR, groups = (col_end - col + NR - 1) / NR;
+    const bool one_pass = words <= PASS_WORDS;
+    static thread_local Scratch scratch;
+    float* all_sums = reinterpret_cast<float*>(scratch.reserve((one_pass ? 1 : tiles) * MR * NR * VW * sizeof(float)));
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t c0 = col + share(col_end - col, groups, g), c1 = col + share(col_end - col, groups, g + 1);
+        for (int64_t k = 0; k == 0 || k < words; k += PASS_WORDS) {
+            const int64_t pass = words - k < PASS_WORDS ? words - k : PASS_WORDS;
+            const bool last = k + pass == words;
+            for (int64_t t = 0; t < tiles; t++) {
+                const int64_t r0 = row + share(row_end - row, tiles, t), r1 = row + share(row_end - row, tiles, t + 1);
+                float* sums = all_sums + (one_pass ? 0 : t * MR * NR * VW);
+                Prefetch next;
+                if (one_pass && g + 1 < groups && t < NR) {
+                    next.lines = tiles >= NR ? 1 : tiles > 1 ? 2 : NR;
+                    next.from = reinterpret_cast<const char*>(w + (c1 + t * next.lines) * stride * VW);
+                }
+                panel_of<T>(r1 - r0, c1 - c0)(x + r0 * s.x_stride + k * WORD<T>, s.x_stride,
+                                              w + (c0 * stride + k) * VW, stride * VW, pass,
+                                              last && stride != words, sums, NR * VW, k == 0, next);
+                if (last)
+                    finish(sums, r1 - r0, c1 - c0, bias ? bias + c0 * VW : nullptr,
+                           out + r0 * s.out_stride + c0 * VW, s.out_stride, s.out - c0 * VW);
+            }
+        }
+    }
+}
+
+template <class T, class O>
+void linear(const Shape& s, const T* x, const uint32_t* w, const float* bias, O* out, int64_t max_threads) {
+    const int64_t cols = (s.out + VW - 1) / VW;
+    const int threads = threads_for(s.rows * s.in * s.out, 1 << 16, max_threads);
+    int64_t row_parts = 1;  // many threads on few columns share the rows too
+    while (cols * row_parts < threads * NR && s.rows >= 4 * row_parts * MR && threads % (2 * row_parts) == 0)
+        row_parts *= 2;
+    const int64_t col_parts = threads / row_parts;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (int64_t part = 0; part < threads; part++) {
+        const int64_t i = part / col_parts, j = part % col_parts;
+        block(s, x, w, bias, out, share(s.rows, row_parts, i), share(s.rows, row_parts, i + 1),
+              share(cols, col_parts, j), share(cols, col_parts, j + 1));
+    }
+}
+
+}  // namespace
+}  // namespace mstar
+
+using namespace mstar;
+
+// threads, rows, in, out, x stride, out stride, x is bf16, out is bf16, x, w, bias or null, out
+KERNEL(mstar_linear) {
+    const Shape s{arg[1].i, arg[2].i, arg[3].i, arg[4].i, arg[5].i};
+    const auto* w = static_cast<const uint32_t*>(arg[9].p);
+    const auto* bias = static_cast<const float*>(arg[10].p);
+    if (!arg[6].i)
+        linear(s, arg[8].as<const float>(), w, bias, arg[11].as<float>(), arg[0].i);
+    else if (arg[7].i)
+        linear(s, arg[8].as<const bf16>(), w, bias, arg[11].as<bf16>(), arg[0].i);
+    else
+        linear(s, arg[8].as<const bf16>(), w, bias, arg[11].as<float>(), arg[0].i);
+    return OK;
+}
+
+extern "C" __attribute__((visibility("default"))) int64_t mstar_vector_width() { return VW; }

@@ -1,0 +1,213 @@
+// Operations on each token by itself: norms, the gated activation, rotary embedding, writing keys and values into pages,
+// token embedding and greedy choice.
+#include <omp.h>
+
+#include <limits>
+
+#include "vector.h"
+
+namespace mstar {
+namespace {
+
+constexpr int64_t GRAIN = 1 << 14;  // elements that are worth another thread
+
+template <class T> vf rounded(vf x);
+template <> vf rounded<float>(vf x) { return x; }
+template <> vf rounded<bf16>(vf x) {
+    bf16 y[VW];
+    store_vector(y, x);
+    return load_vector(y);
+}
+
+template <class T> T scaled(float normalized, T weight, bool zero_centered) {
+    if (zero_centered) return rounded_to<T>(normalized * (1.0f + to_float(weight)));
+    return rounded_to<T>(to_float(rounded_to<T>(normalized)) * to_float(weight));
+}
+
+// out = x / sqrt(mean(x²) + eps) · weight; with a residual, x + residual is rounded into it first and normalized.
+template <class T>
+void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t width, float eps, bool zero_centered) {
+    const int64_t whole = width / VW * VW;
+    vf squares{};
+    float tail = 0;
+    const T* from = x;
+    if (residual) {
+        for (int64_t i = 0; i < whole; i += VW) {
+            vf y = rounded<T>(load_vector(x + i) + load_vector(residual + i));
+            store_vector(residual + i, y);
+            squares += y * y;
+        }
+        for (int64_t i = whole; i < width; i++) {
+            from_float(to_float(x[i]) + to_float(residual[i]), residual[i]);
+            tail += to_float(residual[i]) * to_float(residual[i]);
+        }
+        from = residual;
+    } else {
+        for (int64_t i = 0; i < whole; i += VW) {
+            vf y = load_vector(x + i);
+            squares += y * y;
+        }
+        for (int64_t i = whole; i < width; i++) tail += to_float(x[i]) * to_float(x[i]);
+    }
+    const float scale = 1.0f / std::sqrt((sum(squares) + tail) / float(width) + eps);
+    for (int64_t i = 0; i < whole; i += VW) {
+        vf y = load_vector(from + i) * scale, w = load_vector(weight + i);
+        store_vector(out + i, zero_centered ? y * (1.0f + w) : rounded<T>(y) * w);
+    }
+    for (int64_t i = whole; i < width; i++) out[i] = scaled(to_float(from[i]) * scale, weight[i], zero_centered);
+}
+
+template <class T> void norm(const Arg* arg) {
+    const int64_t outer = arg[1].i, inner = arg[2].i, width = arg[3].i, n = outer * inner;
+    const int threads = threads_for(n * width, GRAIN, arg[0].i);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < n; t++) {
+        const int64_t i = t / inner, j = t % inner;
+        T* residual = arg[12].as<T>();
+        norm_row(arg[11].as<const T>() + i * arg[4].i + j * arg[5].i, residual ? residual + i * width : nullptr,
+                 arg[13].as<const T>(), arg[14].as<T>() + i * arg[6].i + j * arg[7].i, width, float(arg[10].d),
+                 arg[8].i);
+    }
+}
+
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
+template <class T> void silu_and_mul(const Arg* arg) {
+    const int64_t tokens = arg[1].i, width = arg[2].i, whole = width / VW * VW;
+    const int threads = threads_for(tokens * width * 4, GRAIN, arg[0].i);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < tokens; t++) {
+        const T* gate = arg[6].as<const T>() + t * arg[3].i;
+        const T* up = gate + width;
+        T* out = arg[7].as<T>() + t * arg[4].i;
+        for (int64_t i = 0; i < whole; i += VW)
+            store_vector(out + i, silu(load_vector(gate + i)) * load_vector(up + i));
+        for (int64_t i = whole; i < width; i++)
+            from_float(silu(splat(to_float(gate[i])))[0] * to_float(up[i]), out[i]);
+    }
+}
+
+template <class T> void rotate(T* head, const float* cos, const float* sin, int64_t half) {
+    const int64_t whole = half / VW * VW;
+    for (int64_t i = 0; i < whole; i += VW) {
+        vf a = load_vector(head + i), b = load_vector(head + half + i), c = load<vf>(cos + i), s = load<vf>(sin + i);
+        store_vector(head + i, a * c - b * s);
+        store_vector(head + half + i, b * c + a * s);
+    }
+    for (int64_t i = whole; i < half; i++) {
+        float a = to_float(head[i]), b = to_float(head[half + i]);
+        from_float(a * cos[i] - b * sin[i], head[i]);
+        from_float(b * cos[i] + a * sin[i], head[half + i]);
+    }
+}
+
+struct RopeAndKv {
+    int64_t threads, tokens, heads, head_dim, half, max_position;  // heads == 0: keys and values are only stored
+    int64_t qkv_stride, kv_width, num_slots;                       // num_slots == 0: they are only rotated
+    int64_t k_stride, v_stride;
+};
+
+template <class T> int rope_and_kv(const Arg* arg) {
+    const RopeAndKv& s = *reinterpret_cast<const RopeAndKv*>(arg);
+    const int32_t *positions = arg[13].as<int32_t>(), *slots = arg[16].as<int32_t>();
+    const float *cos = arg[14].as<float>(), *sin = arg[15].as<float>();
+    const int threads = threads_for(s.tokens * (s.heads * s.head_dim + 2 * s.kv_width), GRAIN, s.threads);
+    int status = OK;
+    for (int64_t t = 0; t < s.tokens; t++) {
+        if (s.heads && (positions[t] < 0 || positions[t] >= s.max_position)) status = BAD_POSITION;
+        if (s.num_slots && slots[t] >= s.num_slots) status = BAD_SLOT;
+    }
+    if (status) return status;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t t = 0; t < s.tokens; t++) {
+        T* qkv = arg[12].as<T>() + t * s.qkv_stride;
+        for (int64_t h = 0; h < s.heads; h++)
+            rotate(qkv + h * s.head_dim, cos + positions[t] * s.half, sin + positions[t] * s.half, s.half);
+        if (s.num_slots && slots[t] >= 0) {
+            const size_t bytes = s.kv_width * sizeof(T);
+            std::memcpy(arg[19].as<T>() + slots[t] * s.kv_width, arg[17].as<T>() + t * s.k_stride, bytes);
+            std::memcpy(arg[20].as<T>() + slots[t] * s.kv_width, arg[18].as<T>() + t * s.v_stride, bytes);
+        }
+    }
+    return OK;
+}
+
+// Rows of a plain table, or of one in the packed layout of panel.h, where a row's words lie VW words apart.
+template <class T> int embedding(const Arg* arg) {
+    const int64_t tokens = arg[1].i, width = arg[2].i, vocab = arg[3].i, out_stride = arg[4].i;
+    const bool wide_ids = arg[6].i, packed = arg[7].i;
+    for (int64_t t = 0; t < tokens; t++) {
+        const int64_t id = wide_ids ? arg[8].as<int64_t>()[t] : arg[8].as<int32_t>()[t];
+        if (id < 0 || id >= vocab) return BAD_TOKEN;
+        T* out = arg[10].as<T>() + t * out_stride;
+        if (!packed) {
+            std::memcpy(out, arg[9].as<T>() + id * width, width * sizeof(T));
+            continue;
+        }
+        const int64_t words = (width + WORD<T> - 1) / WORD<T>;
+        const uint32_t* from = arg[9].as<uint32_t>() + id / VW * words * VW + id % VW;
+        for (int64_t k = 0; k < width / WORD<T>; k++) std::memcpy(out + k * WORD<T>, from + k * VW, 4);
+        if (width % WORD<T>) std::memcpy(out + width - 1, from + (words - 1) * VW, sizeof(T));
+    }
+    return OK;
+}
+
+// Lowest index of the largest value; the first NaN is larger than everything.
+template <class T> int32_t largest(const T* x, int64_t n) {
+    const int64_t whole = n / VW * VW;
+    vf best = splat(-std::numeric_limits<float>::infinity());
+    vi index{}, here{}, nan{};
+    for (int i = 0; i < VW; i++) here[i] = index[i] = i;
+    for (int64_t i = 0; i < whole; i += VW, here += VW) {
+        vf y = load_vector(x + i);
+        vi more = y > best;
+        best = more ? y : best;
+        index = more ? here : index;
+        nan |= y != y;
+    }
+    int32_t winner = 0;
+    float value = -std::numeric_limits<float>::infinity();
+    bool found_nan = false;
+    for (int i = 0; i < VW && whole; i++) {
+        found_nan |= nan[i] != 0;
+        if (best[i] > value || (best[i] == value && index[i] < winner)) value = best[i], winner = index[i];
+    }
+    for (int64_t i = whole; i < n; i++) {
+        float y = to_float(x[i]);
+        found_nan |= y != y;
+        if (y > value) value = y, winner = int32_t(i);
+    }
+    for (int64_t i = 0; found_nan; i++) {
+        float y = to_float(x[i]);
+        if (y != y) return int32_t(i);
+    }
+    return winner;
+}
+
+template <class T> void greedy(const Arg* arg) {
+    const int64_t rows = arg[1].i, vocab = arg[2].i;
+    const int threads = threads_for(rows * vocab, GRAIN, arg[0].i);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t r = 0; r < rows; r++) arg[6].as<int32_t>()[r] = largest(arg[5].as<T>() + r * arg[3].i, vocab);
+}
+
+}  // namespace
+}  // namespace mstar
+
+using namespace mstar;
+
+// threads, outer, inner, width, x strides (2), out strides (2), zero centred, is bf16, eps, x, residual or null
+// (contiguous), weight, out
+KERNEL(mstar_norm) { return arg[9].i ? norm<bf16>(arg) : norm<float>(arg), OK; }
+
+// threads, tokens, width, gate_up stride, out stride, is bf16, gate_up, out
+KERNEL(mstar_silu_and_mul) { return arg[5].i ? silu_and_mul<bf16>(arg) : silu_and_mul<float>(arg), OK; }
+
+// the fields of RopeAndKv, is bf16, qkv, positions, cos, sin, slots, k, v, k_pages, v_pages
+KERNEL(mstar_rope_and_kv) { return arg[11].i ? rope_and_kv<bf16>(arg) : rope_and_kv<float>(arg); }
+
+// threads, tokens, width, vocab, out stride, is bf16, ids are int64, packed, ids, table, out
+KERNEL(mstar_embedding) { return arg[5].i ? embedding<bf16>(arg) : embedding<float>(arg); }
+
+// threads, rows, vocab, logits stride, is bf16, logits, out
+KERNEL(mstar_greedy) { return arg[4].i ? greedy<bf16>(arg) : greedy<float>(arg), OK; }
