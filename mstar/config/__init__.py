@@ -1,0 +1,1 @@
+"""The deployment configuration: one schema, one loader. No torch."""

@@ -1,0 +1,107 @@
+"""The schema of a deployment file: every value that a deployment may choose, with its default and meaning.
+
+Pure data, any process. `extra="forbid"` everywhere: a misspelt key is an error with a suggestion (`mstar.config.load`).
+Resource keys and node names are checked against the model's declarations when the deployment is assembled.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values are not changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ResourceTuning(Section):
+    """Size of one resource, by its key. At most one of `num_pages` and `memory_fraction`; neither: on a CPU the smaller
+    of 4 GiB and a quarter of the free memory."""
+
+    num_pages: Annotated[int, Field(ge=2)] | None = None
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    backend: str | None = None
+
+    @model_validator(mode="after")
+    def _one_size(self) -> ResourceTuning:
+        if self.num_pages is not None and self.memory_fraction is not None:
+            raise ValueError("give num_pages or memory_fraction, not both")
+        return self
+
+
+class SchedulerConfig(Section):
+    """`async_scheduling`: plan the next step while the device runs. `max_rows`: requests that run at once.
+    `max_step_tokens`: prompt tokens that one step may compute. `max_queue`: requests that may wait for their turn."""
+
+    async_scheduling: bool = True
+    max_rows: Annotated[int, Field(ge=1, le=4096)] = 256
+    max_step_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    max_queue: Annotated[int, Field(ge=0)] = 1024
+
+
+class CaptureConfig(Section):
+    """Replay of captured steps over padded buffers. `batch_sizes: auto` lets the platform choose."""
+
+    enabled: bool = True
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] | Literal["auto"] = "auto"
+
+
+class ServerConfig(Section):
+    """The HTTP side. `api_keys` empty: no key is asked for. Times are seconds. `preprocess_workers`: processes that
+    render templates and tokenize. `served_names`: further names that `model` may have in a request."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_keys: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = ()
+    drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
+    request_timeout_s: Annotated[float, Field(gt=0)] | None = None
+    watchdog_s: Annotated[float, Field(gt=0)] = 10.0
+    step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
+    preprocess_workers: Annotated[int, Field(ge=1)] = 1
+    cors_origins: tuple[str, ...] = ()
+
+
+class NodeGroup(Section):
+    """Nodes that live on one worker process. Ranks count from 0 and leave no gap."""
+
+    node_names: Annotated[tuple[str, ...], Field(min_length=1)]
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=1)] = (0,)
+
+
+class DeploymentConfig(Section):
+    """A whole deployment file."""
+
+    model: str
+    checkpoint: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_seq_len: Annotated[int, Field(ge=2)] | None = None
+    num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    resources: dict[str, ResourceTuning] = {}
+    scheduler: SchedulerConfig = SchedulerConfig()
+    capture: CaptureConfig = CaptureConfig()
+    server: ServerConfig = ServerConfig()
+    node_groups: tuple[NodeGroup, ...] = ()
+
+    @model_validator(mode="after")
+    def _ranks_without_gap(self) -> DeploymentConfig:
+        ranks = sorted({rank for group in self.node_groups for rank in group.ranks})
+        if ranks and ranks != list(range(len(ranks))):
+            raise ValueError(f"node_groups: ranks {ranks} must count from 0 without a gap")
+        return self
+
+    def rank_of(self, node: str) -> int:
+        """The rank that hosts `node`; 0 when no group names it."""
+        for group in self.node_groups:
+            if node in group.node_names:
+                return group.ranks[0]
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        return 1 + max((rank for group in self.node_groups for rank in group.ranks), default=0)
