@@ -1,4 +1,4 @@
-"""Resource handles for one sequence without an engine: a cache, rotary tables handed in, argmax. For tests of networks."""
+"""Resource handles for one sequence without an engine: a cache, and rotary tables handed in. For tests of networks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -58,7 +58,7 @@ def variant(name: str) -> Variant:
 
 
 def build_reference(v: Variant, seed: int = 0) -> LlamaForCausalLM:
-    """fp32, eval mode. Norms and biases are random too: ones and zeros would hide a norm or a bias that is not applied."""
+    """fp32, eval mode. Norms and biases are random too: ones and zeros would hide one that is not applied."""
     torch.manual_seed(seed)
     config = LlamaConfig(**{**BASE, **v.changes})
     config._attn_implementation = "eager"
