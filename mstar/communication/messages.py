@@ -15,7 +15,8 @@ FinishReason = Literal["stop", "length", "error"]
 
 
 class HostTensor(msgspec.Struct, array_like=True, frozen=True):
-    """A small host tensor that rides in a message: C-contiguous little-endian bytes; dtype by numpy name ("bfloat16" as uint16 words)."""
+    """A small host tensor that rides in a message: C-contiguous little-endian bytes; dtype by numpy name ("bfloat16" as
+    uint16 words)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,9 +62,29 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
 
+class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Front → worker, for a request that spans several workers: promise room and answer `Opened`.
+
+    The front opens a request on its workers one after the other, in rank order, and starts walks when all have
+    answered: no edge can then reach a worker that does not know the request, and two requests cannot wait for each
+    other's room.
+    """
+
+    rid: str
+    open: OpenRequest
+
+
+class Opened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → front: the request has its room here."""
+
+    rid: str
+    rank: int
+
+
 class StartWalk(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Front → worker. The first of a request carries `open`. `walks` are run one after the other by the worker alone;
-    `last` says that the partition has no further walk after them. An empty `walks` starts a stream-fed partition."""
+    """Front → worker. Carries `open` when the request lives on this worker alone. `walks` are run one after the other
+    by the worker alone; `last` says that the partition has no further walk after them. An empty `walks` starts a
+    stream-fed partition."""
 
     rid: str
     partition: str
@@ -180,13 +201,22 @@ class PeerLost(msgspec.Struct, tag=True, frozen=True):
 
 
 class TensorColumns(msgspec.Struct, frozen=True):
-    """Tensors in the sender's arena, parallel columns. `tickets` come back in an `AckFrame` once copied out."""
+    """The tensors of one frame, in one piece of the sender's arena.
+
+    Run i is `counts[i]` tensors of `dtypes[i]` and `shapes[i]`, one after the other; runs follow each other, each
+    beginning at the next multiple of `mstar.communication.arena.ALIGNMENT` bytes. An empty dtype marks a run of absent
+    values (`NO_TENSOR`), which take no bytes. The ticket comes back in an `AckFrame` once everything is copied out;
+    without bytes the arena is empty and the ticket 0.
+    """
 
     arena: str
-    tickets: list[int]
-    offsets: list[int]
+    """Name of the shared-memory file."""
+    ticket: int
+    offset: int
+    """Bytes from the file's beginning to the first run."""
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
+    counts: list[int]
 
 
 class EdgeFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -224,7 +254,8 @@ class AckFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-softmax of the raw logits: the sampled token's, then the `num_logprobs` most likely."""
+    """Log-softmax of the raw logits: the sampled token's, then the `num_logprobs` most likely. Finite numbers only: one
+    of the encodings is JSON, which has no infinity."""
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -232,7 +263,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmitFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Worker → front, one per step: emitted tokens inline (row i: `tokens[i]` of signal `signals[i]`), tensors inline too."""
+    """Worker → front, one per step: emitted tokens inline (row i: `tokens[i]` of signal `signals[i]`), and tensors."""
 
     src: int
     rids: list[str]
@@ -245,7 +276,20 @@ class EmitFrame(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tensors: list[HostTensor] = []
 
 
-ToWorker = StartWalk | Stop | Unpersist | Remove | Shutdown | PeerUp | PeerLost | Hello | EdgeFrame | StreamFrame | AckFrame
-ToFront = Hello | Ready | Heartbeat | EmitFrame | WalkDone | Fail | PeerUp | PeerLost | Shutdown
+ToWorker = (
+    Open
+    | StartWalk
+    | Stop
+    | Unpersist
+    | Remove
+    | Shutdown
+    | PeerUp
+    | PeerLost
+    | Hello
+    | EdgeFrame
+    | StreamFrame
+    | AckFrame
+)
+ToFront = Opened | Hello | Ready | Heartbeat | EmitFrame | WalkDone | Fail | PeerUp | PeerLost | Shutdown
 ToSupervisor = Hello | Ready | LoadProgress
 Message = ToWorker | ToFront | ToSupervisor
