@@ -38,8 +38,14 @@ def test_a_system_without_cpuinfo_has_no_flags(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [({"avx512f"}, False), ({"avx512f", "avx512_bf16"}, True), ({"amx_bf16"}, True), ({"asimd", "bf16"}, True), (set(), False)],
-)  # fmt: skip
+    [
+        ({"avx512f"}, False),
+        ({"avx512f", "avx512_bf16"}, True),
+        ({"amx_bf16"}, True),
+        ({"asimd", "bf16"}, True),
+        (set(), False),
+    ],
+)
 def test_bf16_needs_its_instructions(monkeypatch: pytest.MonkeyPatch, flags: set[str], expected: bool):
     monkeypatch.setattr(host, "processor_flags", lambda: frozenset(flags))
     assert host.has_bf16() is expected
