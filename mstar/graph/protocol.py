@@ -17,7 +17,7 @@ NO_TENSOR = 0
 
 LIVE_COLUMN = -1
 """Tensor id of a value that lives in the producing node's device column, one entry per handle (a sampled token).
-Never counted, never sent: only a same-node edge or an emit may carry it."""
+Never counted, never sent: only an edge or a persisted signal back to the same node, or an emit, may carry it."""
 
 
 class ReadyKey(NamedTuple):
@@ -40,7 +40,7 @@ class Gate(enum.IntFlag):
 
 
 class SlotRef(NamedTuple):
-    """An input slot, named the same on every worker: dense id of (walk, node, input). `CompiledGraph.slots` lists them."""
+    """An input slot. `CompiledGraph.slots` lists them, in the same order on every worker; the index is the slot's id."""
 
     walk: str
     node: str
@@ -51,8 +51,9 @@ class Cols(NamedTuple):
     """Edge values that arrived from elsewhere, one entry per value.
 
     `slots` index `CompiledGraph.slots`; a slot with an empty node name is the persisted signal `name` of that
-    partition (`walk` then holds the partition). `counts[i]` values of row i follow each other in `ids` (1, except for
-    an accumulated loop output).
+    partition (`walk` then holds the partition), or a marker between the workers of a stream-fed partition (no ids).
+    `counts[i]` values of row i follow each other in `ids` (1, except for an accumulated loop output or a marker).
+    An id `NO_TENSOR` says that the producer made no value.
     """
 
     handles: Sequence[int]
@@ -66,8 +67,9 @@ class TakenRows(NamedTuple):
 
     `ids[input_name][i]` is the id of row i: `NO_TENSOR` when absent, `LIVE_COLUMN` for a live value. Inputs that hold
     several values per row (a stream chunk, an accumulated output) are in `lists[input_name][i]` instead.
-    `iterations[i]` counts from 0 in the innermost loop around the node (0 outside a loop); for a stream-fed walk outside a loop it
-    counts passes. `finals[i]` is true for a pass that consumes the last chunk of its stream.
+    `iterations[i]` counts from 0 in the innermost loop around the node (0 outside a loop); for a stream-fed walk
+    outside a loop it counts passes. `finals[i]` is true for a pass that consumes the last chunk of its streams.
+    A stream input whose stream has no item left is an empty list.
     """
 
     key: ReadyKey
@@ -124,7 +126,12 @@ class EmitColumns(NamedTuple):
 
 @dataclass(slots=True)
 class Routed:
-    """What one step's completions lead to; `complete` appends, the worker's outbox reads it once per step."""
+    """What one step's completions lead to; `complete` appends, the worker's outbox reads it once per step.
+
+    Every tensor id in `edges`, `streams` and `emits` (not `LIVE_COLUMN`, not `NO_TENSOR`) carries one reference,
+    already retained, that belongs to the outbox from then on: it releases it when the value is sent and acknowledged.
+    Items of a stream that this worker consumes itself never appear in `streams`: they are in their buffer already.
+    """
 
     emits: list[EmitColumns] = field(default_factory=list)
     edges: dict[int, EdgeColumns] = field(default_factory=dict)
@@ -154,7 +161,8 @@ class GraphRuntime(Protocol):
 
     def add(self, handle: int, partition: str, walk: str | None, limits: Mapping[str, int]) -> None:
         """Start `partition` of a request. `walk=None`: a stream-fed partition whose first item's tag names the walk.
-        `limits` resolves each `LoopLimit` of the partition's walks. A loop with limit 0 is skipped: its end follows at once."""
+        `limits` resolves each `LoopLimit` of the partition's walks (other names are ignored). A loop with limit 0 is
+        skipped: its end follows at once, its outputs are absent (an accumulated one is an empty list)."""
         ...
 
     def remove(self, handle: int) -> list[int]:
@@ -162,31 +170,54 @@ class GraphRuntime(Protocol):
         ...
 
     def set_walk(self, handle: int, partition: str, walk: str) -> None:
-        """Enter the next walk; the partition must be idle. Persisted signals bind to its external inputs by name."""
+        """Enter the next walk; the partition must be idle. Persisted signals bind to its external inputs by name.
+        A worker without a node of that walk reports it done at once (through `collect`)."""
         ...
 
     def set_limits(self, handle: int, partition: str, limits: Mapping[str, int]) -> None:
         """Change loop limits before the loop that uses them starts."""
         ...
 
-    def partition_idle(self, handle: int, partition: str) -> bool: ...
-    def gate(self, handles: Sequence[int], bits: Gate, on: bool) -> None: ...
+    def partition_idle(self, handle: int, partition: str) -> bool:
+        """True between walks: no walk is active here and no row of it is armed."""
+        ...
+
+    def end_streams(self, handle: int, partition: str, routed: Routed) -> None:
+        """The plan has no further walk for `partition` (or the request never uses it). Ends the streams it produces
+        here, with their totals; drops and credits what its input streams hold or still bring; a producer on this
+        worker drops items for it. Call it on every worker of the partition. A stream-fed partition that ends by itself
+        needs no call; a second call changes nothing."""
+        ...
+
+    def collect(self, routed: Routed) -> None:
+        """Move into `routed` what happened outside `complete`: ids freed by a late edge or a walk change, a walk that
+        ended without a step, credits. Once per tick, before the outbox reads `routed`; `complete` does it as well."""
+        ...
+
+    def gate(self, handles: Sequence[int], bits: Gate, on: bool, partition: str | None = None) -> None:
+        """Set or clear bits, for all partitions of the handles (also ones added later) or for one."""
+        ...
 
     def ingest(self, block: Cols) -> list[int]:
-        """Deliver values. Returns the indices refused because the row is not (yet) in that walk: the caller parks them."""
+        """Deliver values. Returns the indices refused because the request or its partition is unknown here (not yet
+        added): the caller parks them. Values for a later walk of a known partition wait inside the runtime."""
         ...
 
     def persist(self, handle: int, partition: str, name: str, tensor_id: int) -> None:
-        """Bind a request input (prompt ids, media) as a persisted signal; external inputs of that name take it."""
+        """Bind a request input (prompt ids, media) as a persisted signal; external inputs of that name take it, also
+        those of the current walk whose node has not been taken. May precede `add`."""
         ...
 
     def unpersist(self, handle: int, partition: str, name: str) -> list[int]: ...
 
     def stream_put(
         self, handles: Sequence[int], edges: Sequence[int], ids: Sequence[int], tags: Sequence[int]
-    ) -> None: ...
+    ) -> list[int]:
+        """Items arrived. Returns the indices refused because the handle is unknown here: the caller parks them."""
+        ...
+
     def stream_end(self, handle: int, edge: int, total: int) -> None:
-        """No item after the first `total`; may arrive before they do."""
+        """No item after the first `total`; may arrive before they do. An unknown handle raises `GraphError`."""
         ...
 
     def stream_credit(self, handles: Sequence[int], edges: Sequence[int], counts: Sequence[int]) -> None:
@@ -195,7 +226,7 @@ class GraphRuntime(Protocol):
         ...
 
     def ready_keys(self) -> list[ReadyKey]:
-        """Keys with at least one ready row. Cost: the number of keys, not of requests."""
+        """Keys with at least one ready row, the key of the oldest row first. Cost: the number of keys, not of rows."""
         ...
 
     def num_ready(self, key: ReadyKey) -> int: ...
@@ -207,26 +238,36 @@ class GraphRuntime(Protocol):
 
     def speculate_node(self, key: ReadyKey, rows: Sequence[int]) -> list[SpecTarget]:
         """Rows of a running (key, rows) that would go on inside the same walk; never past an end the host knows
-        (loop limits), never a disabled pair, never a gated row."""
+        (loop limits), never a disabled pair, never a gated row. Whether a node's loop-back is live is learned from its
+        last completion, so the first step of a key after start-up is not speculated on."""
         ...
 
-    def spec_prepare(self, key: ReadyKey, rows: Sequence[int]) -> SpecTaken: ...
+    def spec_prepare(self, key: ReadyKey, rows: Sequence[int]) -> SpecTaken:
+        """Arm rows that `speculate_node` offered. Their stream chunks are taken."""
+        ...
+
+    def spec_drop(self, spec_id: int, rows: Sequence[int]) -> None:
+        """Rows leave an armed speculation before it is submitted (their `prepare_inputs` declined)."""
+        ...
+
     def spec_settle(self, spec_id: int, keep: Sequence[int]) -> None:
         """Exactly once per speculation: after the routing of the step before it (rows not kept are wasted: their loop
         has ended or they failed), or with `keep=()` and nothing routed yet when the step is abandoned."""
         ...
 
     def stop_loops(self, rows: Sequence[int], loops: Sequence[str]) -> None:
-        """The loop `loops[i]` of row i ends with the iteration whose completion is reported next."""
+        """The loop `loops[i]` of row i ends with the iteration whose completion is reported next. A loop that has ended
+        already is left alone."""
         ...
 
     def complete(self, key: ReadyKey, rows: Sequence[int], ids: Mapping[str, Sequence[int]], routed: Routed) -> None:
         """Rows of a step finished. `ids[signal][i]`: tensor id of output `signal` of row i (`LIVE_COLUMN` if live,
-        `NO_TENSOR` if the node made none). A second completion of the same row raises `GraphError`."""
+        `NO_TENSOR` if the node made none; a missing signal was made for no row). A second completion of the same row
+        raises `GraphError`. The outputs of a row that `fail` named meanwhile are freed and lead nowhere."""
         ...
 
     def fail(self, rows: Sequence[int]) -> None:
-        """Rows in a step failed: gate FAILED, the step no longer holds them; they await `remove`."""
+        """Rows in a step failed: gate FAILED, no step holds a row of their handles any more; they await `remove`."""
         ...
 
 

@@ -9,11 +9,16 @@ from mstar.streaming.chunk_policy import ChunkPolicy
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A set of walks with its own state machine. A stream-fed partition is started by its first stream item."""
+    """A set of walks with its own state machine. A stream-fed partition is started by its first stream item.
+
+    `request_inputs` names what the request itself brings (prompt ids, media): inputs that no edge, no stream and no
+    persisted signal of the partition produces must be listed here or be optional.
+    """
 
     name: str
     walks: tuple[str, ...]
     stream_fed: bool = False
+    request_inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
