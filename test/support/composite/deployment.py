@@ -1,0 +1,111 @@
+"""What a test needs to deploy the tiny composite model: its checkpoint, placements, and requests with their results."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from support.composite import reference
+from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, FRAME, LLM
+
+from mstar.config.schema import NodeGroup
+from mstar.model.base import PromptRequest
+
+CARD = "support.composite.model:CARD"
+"""What a deployment file names as its model; `test` must be on the import path of its processes."""
+
+WEIGHTS_SEED = 0
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["TinyComposite"],
+    "width": reference.WIDTH,
+    "num_heads": reference.NUM_HEADS,
+    "num_kv_heads": reference.NUM_KV_HEADS,
+    "head_dim": reference.HEAD_DIM,
+    "mlp_width": reference.MLP_WIDTH,
+    "num_layers": reference.NUM_LAYERS,
+    "vocab_size": reference.VOCAB,
+    "rope_theta": reference.ROPE_THETA,
+    "media_width": reference.MEDIA_WIDTH,
+    "num_codes": reference.NUM_CODES,
+    "code_vocab": reference.CODE_VOCAB,
+    "num_flow_steps": reference.NUM_FLOW_STEPS,
+    "latent_rows": reference.LATENT_ROWS,
+    "latent_width": reference.LATENT_WIDTH,
+    "window": reference.WINDOW,
+    "stride": reference.STRIDE,
+    "samples": reference.SAMPLES,
+    "stream_credit": 256,
+    "max_position_embeddings": 256,
+}
+
+PLACEMENTS: dict[str, dict[str, int]] = {
+    "one_worker": dict.fromkeys((ENCODER, LLM, CODES, FRAME, FLOW, CODEC), 0),
+    "codec_apart": {ENCODER: 0, LLM: 0, CODES: 0, FRAME: 0, FLOW: 0, CODEC: 1},
+    "language_apart": {ENCODER: 0, FLOW: 0, LLM: 1, CODES: 1, FRAME: 1, CODEC: 1},
+    "inner_loop_apart": {ENCODER: 0, LLM: 0, FRAME: 0, FLOW: 0, CODES: 1, CODEC: 1},
+    "three_workers": {ENCODER: 0, FLOW: 0, LLM: 1, CODES: 1, FRAME: 1, CODEC: 2},
+    "three_workers_loop_split": {LLM: 0, FLOW: 0, CODES: 1, CODEC: 1, FRAME: 2, ENCODER: 2},
+}
+"""Rank of each node, by name of the placement."""
+
+
+def node_groups(placement: str) -> tuple[NodeGroup, ...]:
+    """A placement as a deployment file has it."""
+    ranks = PLACEMENTS[placement]
+    return tuple(
+        NodeGroup(node_names=tuple(node for node, at in ranks.items() if at == rank), ranks=(rank,))
+        for rank in sorted(set(ranks.values()))
+    )
+
+
+def write_checkpoint(directory: Path, weights_seed: int = WEIGHTS_SEED, **changes: int) -> Path:
+    """`config.json` (with `changes`) and the weights that the reference has for this seed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    save_file(reference.make_weights(weights_seed), directory / "model.safetensors")
+    return directory
+
+
+@dataclass(frozen=True)
+class Request:
+    """Inputs of one request; `prompt` is without the places of the media."""
+
+    media: torch.Tensor
+    latent: torch.Tensor
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_tokens: tuple[int, ...] = ()
+
+    def as_prompt(self) -> PromptRequest:
+        inputs: Mapping[str, np.ndarray] = {"media": self.media.numpy(), "latent": self.latent.numpy()}
+        return PromptRequest("native", token_ids=self.prompt, inputs=inputs, max_tokens=self.max_tokens)
+
+    def expected(self, weights: dict[str, torch.Tensor]) -> reference.Outputs:
+        return reference.run(weights, self.media, self.latent, list(self.prompt), self.max_tokens, self.stop_tokens)
+
+
+def make_requests(count: int, seed: int = 0, max_tokens: int | None = None) -> list[Request]:
+    """Requests of mixed sizes. A third ends by a stop token, sampled after the first one; one has a single token."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = reference.make_weights(WEIGHTS_SEED)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    made: list[Request] = []
+    for index in range(count):
+        media = torch.randn(2 * integer(1, 4), reference.MEDIA_WIDTH, generator=generator)
+        latent = torch.randn(reference.LATENT_ROWS, reference.LATENT_WIDTH, generator=generator)
+        prompt = tuple(integer(0, reference.VOCAB - 2) for _ in range(integer(1, 20)))
+        length = max_tokens if max_tokens is not None else 1 if index == 3 else integer(2, 14)
+        request = Request(media, latent, prompt, length)
+        if index % 3 == 1 and length > 2:
+            token = request.expected(weights).tokens[integer(1, length - 2)]
+            request = Request(media, latent, prompt, length, (token,))
+        made.append(request)
+    return made
