@@ -47,9 +47,9 @@ PLACEMENTS: dict[str, dict[str, int]] = {
     "one_worker": dict.fromkeys((ENCODER, LLM, CODES, FRAME, FLOW, CODEC), 0),
     "codec_apart": {ENCODER: 0, LLM: 0, CODES: 0, FRAME: 0, FLOW: 0, CODEC: 1},
     "language_apart": {ENCODER: 0, FLOW: 0, LLM: 1, CODES: 1, FRAME: 1, CODEC: 1},
-    "inner_loop_apart": {ENCODER: 0, LLM: 0, FRAME: 0, FLOW: 0, CODES: 1, CODEC: 1},
+    "ends_apart": {LLM: 0, CODES: 0, FRAME: 0, CODEC: 0, ENCODER: 1, FLOW: 1},
     "three_workers": {ENCODER: 0, FLOW: 0, LLM: 1, CODES: 1, FRAME: 1, CODEC: 2},
-    "three_workers_loop_split": {LLM: 0, FLOW: 0, CODES: 1, CODEC: 1, FRAME: 2, ENCODER: 2},
+    "three_workers_encoder_alone": {ENCODER: 0, LLM: 1, CODES: 1, FRAME: 1, FLOW: 2, CODEC: 2},
 }
 """Rank of each node, by name of the placement."""
 

@@ -171,7 +171,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def predict_codes(weights: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-    """The frame of one outer iteration, int64 `[NUM_CODES]`: each code depends on the hidden state and the one before."""
+    """The frame of one outer iteration, int64 `[NUM_CODES]`: a code depends on the hidden state and the one before."""
     codes = [CODE_VOCAB]
     for index in range(NUM_CODES):
         mixed = weights["codes.hidden.weight"] @ hidden + weights["codes.embedding.weight"][codes[-1]]
