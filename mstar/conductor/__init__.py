@@ -1,0 +1,1 @@
+"""The conductor: requests, their walks over the workers, admission and the workers' health. Front process, one loop."""

@@ -1,0 +1,115 @@
+"""What comes back for a request: typed events, and the `RequestStream` that hands them over.
+
+The conductor pushes, one consumer takes, both on the front's loop. Pushing wakes nobody; the conductor wakes each
+stream once per pass over its inbox, so that the tokens of one pass are taken, and written, together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+from mstar.communication.messages import FinishReason, HostTensor, TokenLogprobs
+from mstar.conductor.request import GenerateRequest
+
+
+class TokenEvent(NamedTuple):
+    """One sampled token of the emitted signal `signal`."""
+
+    choice: int
+    signal: str
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class TensorEvent(NamedTuple):
+    """One emitted tensor (a waveform chunk, an image)."""
+
+    choice: int
+    signal: str
+    tensor: HostTensor
+
+
+class FinishedEvent(NamedTuple):
+    """A choice is complete: all that it emitted came before. `num_cached_tokens` prompt tokens were not computed."""
+
+    choice: int
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class Failure(NamedTuple):
+    """The whole request has failed; the last event of its stream. `status` is the HTTP status that fits, `code` the
+    machine-readable reason, `param` the field at fault."""
+
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: int | None = None
+
+
+Event = TokenEvent | TensorEvent | FinishedEvent | Failure
+
+
+class RefusedError(Exception):
+    """A request that is not taken on."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class RequestStream:
+    """Events of one request. `waiting[i]`: choice i has emitted nothing yet. `rids[i]`: its id on the wire, empty until
+    it is started. `num_open`: choices that have not finished; 0 too when the request has failed. `on_end` is called
+    once, when it becomes 0."""
+
+    __slots__ = ("_pending", "_waiter", "is_dirty", "num_open", "on_end", "request", "rids", "submitted_at", "waiting")
+
+    def __init__(self, request: GenerateRequest, submitted_at: float) -> None:
+        self.request = request
+        self.submitted_at = submitted_at
+        self.num_open = request.num_results
+        self.waiting = [True] * request.num_results
+        self.rids = [""] * request.num_results
+        self.is_dirty = False
+        self.on_end: Callable[[], object] = lambda: None
+        self._pending: list[Event] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, event: Event) -> None:
+        self._pending.append(event)
+
+    def close(self, num_choices: int) -> None:
+        """So many choices have ended."""
+        self.num_open -= num_choices
+        if not self.num_open:
+            self.on_end()
+
+    def wake(self) -> None:
+        self.is_dirty = False
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """What has come since the last call, waiting for at least one event; empty when nothing will come any more.
+        One caller at a time."""
+        if not self._pending:
+            if not self.num_open:
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        events, self._pending = self._pending, []
+        return events
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while events := await self.take():
+            for event in events:
+                yield event

@@ -1,0 +1,238 @@
+"""`ConductorHandle`: the one door between the HTTP side and the conductor. Front loop only.
+
+It takes requests on or refuses them, prepares their prompts in the preprocess pool and puts them on the workers; what
+happens from there on comes back through the `RequestStream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+from pydantic import BaseModel
+
+from mstar.communication.host_tensors import from_numpy
+from mstar.communication.messages import OpenRequest
+from mstar.conductor.admission import check_text_length, grant_tokens
+from mstar.conductor.conductor import Conductor
+from mstar.conductor.events import Failure, RefusedError, RequestStream
+from mstar.conductor.preprocess import PreprocessPool
+from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
+from mstar.conductor.request_table import RequestRecord
+from mstar.conductor.statistics import Statistics
+from mstar.conductor.walks import WalkDirectory
+from mstar.conductor.workers import WorkerTable
+from mstar.model.base import Model, ModelCard, NoParameters, PreparedPrompt
+
+logger = logging.getLogger(__name__)
+RETRY_FULL_QUEUE_S = 1
+ABORTED = Failure(499, "request_aborted", "The request was aborted.")
+TIMED_OUT = Failure(504, "request_timeout", "The request took longer than this server allows.")
+SHUT_DOWN = Failure(503, "server_shutting_down", "The server is shutting down.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What intake checks requests against, and shows of the model."""
+
+    card: ModelCard
+    max_seq_len: int
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    parameters: type[BaseModel]
+
+    @classmethod
+    def of(cls, model: Model) -> ModelFacts:
+        return cls(
+            card=model.card,
+            max_seq_len=model.setup.max_seq_len,
+            vocab_size=model.vocab_size(),
+            stop_token_ids=tuple(model.stop_token_ids()),
+            parameters=model.parameter_schema(),
+        )
+
+
+class ConductorHandle:
+    """See the module docstring. `max_queue`: choices that may wait for their first output. `request_timeout_s`: longest
+    time from submission to the end."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        conductor: Conductor,
+        walks: WalkDirectory,
+        workers: WorkerTable,
+        pool: PreprocessPool,
+        max_queue: int,
+        request_timeout_s: float | None = None,
+    ) -> None:
+        self.facts = ModelFacts.of(model)
+        self.is_draining = False
+        self._conductor = conductor
+        self._walks = walks
+        self._workers = workers
+        self._pool = pool
+        self._max_queue = max_queue
+        self._request_timeout_s = request_timeout_s
+        self._preparing: dict[RequestStream, asyncio.Task[None]] = {}
+        self._live: set[RequestStream] = set()
+        self._numbers = itertools.count()
+        self._drained: asyncio.Event | None = None
+        self._run_tag = secrets.token_hex(4)
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._conductor.statistics
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices that have emitted nothing yet."""
+        return self._conductor.num_waiting
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def why_not_ready(self) -> str | None:
+        return self._workers.why_not_ready(self._conductor.now())
+
+    @property
+    def num_worker_restarts(self) -> int:
+        return self._workers.num_restarts
+
+    def worker_gauges(self) -> dict[str, float]:
+        return self._workers.summed_gauges()
+
+    def submit(self, request: GenerateRequest) -> RequestStream:
+        """Takes a request on. Its prompts are prepared behind this call; what is wrong with them comes as a `Failure`.
+
+        Raises:
+            RefusedError: 429 the queue is full, 503 draining or no worker, 400 a prompt that cannot fit.
+        """
+        try:
+            self._admit(request)
+        except RefusedError as refused:
+            self.statistics.refusals[refused.failure.code] += 1
+            raise
+        stream = RequestStream(request, self._conductor.now())
+        self._conductor.num_waiting += request.num_results
+        self._live.add(stream)
+        task = asyncio.create_task(self._prepare_and_start(stream))
+        self._preparing[stream] = task
+        task.add_done_callback(lambda _: self._preparing.pop(stream, None))
+        timer = None
+        if self._request_timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(self._request_timeout_s, self.abort, stream, TIMED_OUT)
+        stream.on_end = partial(self._ended, stream, timer)
+        return stream
+
+    def stop(self, stream: RequestStream, choice: int) -> None:
+        """The consumer found a stop string: no further text of this choice is wanted."""
+        self._conductor.stop(stream, choice)
+
+    def abort(self, stream: RequestStream, failure: Failure = ABORTED) -> None:
+        """Ends a request at once; what it holds on the workers is freed. Without effect on one that has ended."""
+        task = self._preparing.pop(stream, None)
+        if task is not None:
+            task.cancel()
+        self._conductor.fail(stream, failure)
+        self._conductor.flush()
+
+    async def tokenize(self, prompt: PromptInput) -> list[int]:
+        """Token ids of a prompt as the model would see them.
+
+        Raises:
+            RefusedError: the prompt is at fault.
+        """
+        prepared = await self._pool.prepare(prompt, NoParameters().model_dump_json().encode(), 1)
+        return [] if prepared.token_ids is None else prepared.token_ids.tolist()
+
+    def begin_drain(self) -> None:
+        """From now on new requests are refused."""
+        self.is_draining = True
+
+    async def drained(self, timeout_s: float) -> None:
+        """Returns when no request runs any more; those left after `timeout_s` are failed with 503."""
+        self._drained = asyncio.Event()
+        if self._live:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._drained.wait()
+            except TimeoutError:
+                logger.warning("%d requests still run after %g s of draining", len(self._live), timeout_s)
+        for stream in list(self._live):
+            self.abort(stream, SHUT_DOWN)
+
+    def _ended(self, stream: RequestStream, timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+        self._live.discard(stream)
+        if not self._live and self._drained is not None:
+            self._drained.set()
+
+    def _admit(self, request: GenerateRequest) -> None:
+        if self.is_draining:
+            raise RefusedError(SHUT_DOWN)
+        if reason := self.why_not_ready():
+            raise RefusedError(Failure(503, "not_ready", f"The server cannot answer now: {reason}.", retry_after_s=2))
+        waiting = self._conductor.num_waiting
+        if waiting and waiting + request.num_results > self._max_queue:
+            message = f"{waiting} requests wait already, at most {self._max_queue} may. Try again later."
+            raise RefusedError(Failure(429, "queue_full", message, retry_after_s=RETRY_FULL_QUEUE_S))
+        check_text_length(request, self.facts.max_seq_len)
+
+    async def _prepare_and_start(self, stream: RequestStream) -> None:
+        request = stream.request
+        parameters = request.parameters.model_dump_json().encode()
+        most = self.facts.max_seq_len if request.max_tokens is None else request.max_tokens
+        try:
+            prepared = [await self._pool.prepare(prompt, parameters, most) for prompt in request.prompts]
+            self._start(stream, prepared, parameters)
+        except RefusedError as refused:
+            self._conductor.fail(stream, refused.failure)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("starting a request failed")
+            self._conductor.fail(stream, Failure(500, "internal_error", "The server failed to start the request."))
+        self._conductor.flush()
+
+    def _start(self, stream: RequestStream, prepared: Sequence[PreparedPrompt], parameters: bytes) -> None:
+        request = stream.request
+        if reason := self.why_not_ready():
+            raise RefusedError(Failure(503, "worker_lost", f"The server cannot answer now: {reason}.", retry_after_s=2))
+        lengths = [0 if prompt.token_ids is None else len(prompt.token_ids) for prompt in prepared]
+        bound = self._workers.max_total_tokens
+        granted = [grant_tokens(request, length, self.facts.max_seq_len, bound) for length in lengths]
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        for index, (prompt, length, max_tokens) in enumerate(zip(prepared, lengths, granted, strict=True)):
+            self.statistics.num_prompt_tokens += length
+            for i in range(request.num_choices):
+                sampling = msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens)
+                partitions, limits = self._walks.plan(prompt, max_tokens)
+                opening = OpenRequest(
+                    sampling=sampling,
+                    prompt_ids=None if prompt.token_ids is None else from_numpy(prompt.token_ids),
+                    inputs={name: from_numpy(array) for name, array in prompt.inputs.items()},
+                    limits=limits,
+                    parameters=parameters,
+                    priority=request.priority,
+                )
+                record = RequestRecord(
+                    rid=f"{self._run_tag}-{next(self._numbers):x}",
+                    stream=stream,
+                    choice=index * request.num_choices + i,
+                    num_prompt_tokens=length,
+                    step_metadata=prompt.step_metadata,
+                    partitions=partitions,
+                    ranks=self._walks.ranks_of(partitions),
+                )
+                self._conductor.start(record, opening)

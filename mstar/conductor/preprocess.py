@@ -1,0 +1,208 @@
+"""The front's side of the preprocess pool: processes that run `Model.process_prompt`, one job each at a time.
+
+Front loop only. A process that dies or overruns fails the one job that it had and is replaced; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from mstar import envs
+from mstar.communication.host_tensors import from_numpy, to_numpy
+from mstar.conductor.events import Failure, RefusedError
+from mstar.conductor.preprocess_messages import (
+    LENGTH,
+    MessageText,
+    ModelToLoad,
+    Order,
+    PromptDone,
+    PromptFailed,
+    PromptJob,
+    PromptRefused,
+    Reply,
+    Started,
+    decode_reply,
+    framed,
+)
+from mstar.conductor.request import PromptInput
+from mstar.model.base import ModelCard, ModelSetup, PreparedPrompt
+
+logger = logging.getLogger(__name__)
+JOB_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+ONE_THREAD: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class PreprocessError(RuntimeError):
+    """A preprocess process could not be started."""
+
+
+class _Process:
+    """One process and the socket to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+        self.process = process
+        self._channel = channel
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def ask(self, order: Order) -> Reply:
+        """Raises `EOFError` or `ConnectionError` when the process is gone."""
+        if self._reader is None or self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
+        self._writer.write(framed(order))
+        await self._writer.drain()
+        head = await self._reader.readexactly(LENGTH.size)
+        return decode_reply(await self._reader.readexactly(LENGTH.unpack(head)[0]))
+
+    def end(self) -> None:
+        """Kills and reaps it."""
+        self.process.kill()
+        self.process.wait()
+        if self._writer is not None:
+            self._writer.close()
+        else:
+            self._channel.close()
+
+
+class PreprocessPool:
+    """`num_processes` processes that serve a queue of jobs."""
+
+    def __init__(
+        self, card: ModelCard, setup: ModelSetup, num_processes: int, *, job_timeout_s: float = JOB_TIMEOUT_S
+    ) -> None:
+        self.num_replaced = 0
+        self._order = ModelToLoad(
+            model=card.model,
+            config=msgspec.json.encode(setup.config),
+            tokenizer_dir=None if setup.tokenizer_dir is None else str(setup.tokenizer_dir),
+            max_seq_len=setup.max_seq_len,
+        )
+        self._num_processes = num_processes
+        self._job_timeout_s = job_timeout_s
+        self._jobs: asyncio.Queue[tuple[PromptJob, asyncio.Future[Reply]]] = asyncio.Queue()
+        self._servers: list[asyncio.Task[None]] = []
+        self._processes: list[_Process] = []
+
+    async def start(self) -> None:
+        """Returns when every process has built the model.
+
+        Raises:
+            PreprocessError: one could not; its own error is on stderr.
+        """
+        self._processes = [_spawn() for _ in range(self._num_processes)]
+        try:
+            await asyncio.gather(*(self._greet(process) for process in self._processes))
+        except PreprocessError:
+            self.close()
+            raise
+        self._servers = [asyncio.create_task(self._serve(i)) for i in range(self._num_processes)]
+
+    async def prepare(self, prompt: PromptInput, parameters: bytes, max_tokens: int) -> PreparedPrompt:
+        """What the model makes of a prompt.
+
+        Raises:
+            RefusedError: 400, the prompt is at fault; or 500, the model's code or its process failed.
+        """
+        job = PromptJob(
+            kind=prompt.kind,
+            messages=tuple(MessageText(m.role, m.content, msgspec.json.encode(m.extra)) for m in prompt.messages),
+            text=prompt.text,
+            token_ids=prompt.token_ids,
+            inputs={name: from_numpy(array) for name, array in prompt.inputs.items()},
+            parameters=parameters,
+            max_tokens=max_tokens,
+            continue_final_message=prompt.continue_final_message,
+        )
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait((job, answer))
+        match await answer:
+            case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata):
+                arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
+                return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata)
+            case PromptRefused(message=message):
+                param = "messages" if prompt.kind == "chat" else "prompt"
+                raise RefusedError(Failure(400, "invalid_prompt", message, param=param))
+            case PromptFailed(message=message):
+                raise RefusedError(Failure(500, "preprocess_failed", f"The prompt could not be prepared: {message}"))
+            case other:
+                raise RefusedError(Failure(500, "preprocess_failed", f"unexpected {type(other).__name__}"))
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.cancel()
+        for process in self._processes:
+            process.end()
+        self._servers.clear()
+        self._processes.clear()
+
+    async def _greet(self, process: _Process) -> None:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                reply = await process.ask(self._order)
+        except (EOFError, ConnectionError, TimeoutError) as error:
+            raise PreprocessError(f"a preprocess process did not start: {error!r}") from error
+        if not isinstance(reply, Started):
+            raise PreprocessError(f"a preprocess process started with {type(reply).__name__}")
+
+    async def _serve(self, index: int) -> None:
+        while True:
+            job, answer = await self._jobs.get()
+            if answer.done():  # its client left while it waited
+                continue
+            reply, is_alive = await self._run(self._processes[index], job)
+            if not answer.done():
+                answer.set_result(reply)
+            if not is_alive:
+                await self._replace(index)
+
+    async def _run(self, process: _Process, job: PromptJob) -> tuple[Reply, bool]:
+        """The reply, and whether the process can take another job."""
+        try:
+            async with asyncio.timeout(self._job_timeout_s):
+                return await process.ask(job), True
+        except TimeoutError:
+            return PromptRefused(f"preparing the prompt took longer than {self._job_timeout_s:g} s"), False
+        except (EOFError, ConnectionError):
+            return PromptFailed("its preprocess process ended"), False
+
+    async def _replace(self, index: int) -> None:
+        """A replacement that does not start is tried again with the next job."""
+        logger.error("replacing preprocess process %d", self._processes[index].process.pid)
+        self.num_replaced += 1
+        self._processes[index].end()
+        self._processes[index] = _spawn()
+        try:
+            await self._greet(self._processes[index])
+        except PreprocessError as error:
+            logger.error("%s", error)
+
+
+def _spawn() -> _Process:
+    """The child finds the modules that this process finds: a model may live outside this package."""
+    search_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    command = [sys.executable, "-P", "-m", "mstar.conductor.preprocess_worker"]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env=envs.child_environment({**ONE_THREAD, "PYTHONPATH": search_path}),
+        )
+    return _Process(process, ours)

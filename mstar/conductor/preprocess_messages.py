@@ -1,0 +1,78 @@
+"""Messages between the front and its preprocess processes: typed frames with a length over a socket pair. Pure data."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from mstar.communication.messages import HostTensor
+
+LENGTH = struct.Struct("<I")
+
+
+class MessageText(msgspec.Struct, array_like=True, frozen=True):
+    """One chat message; `extra` is a JSON object."""
+
+    role: str
+    content: str
+    extra: bytes
+
+
+class PromptJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Front → process: run `Model.process_prompt`. `parameters`: JSON of the model's parameter schema."""
+
+    kind: str
+    messages: tuple[MessageText, ...] = ()
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    inputs: dict[str, HostTensor] = {}
+    parameters: bytes = b"{}"
+    max_tokens: int
+    continue_final_message: bool = False
+
+
+class PromptDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Process → front: what the model made of the prompt."""
+
+    token_ids: HostTensor | None
+    inputs: dict[str, HostTensor]
+    step_metadata: dict[str, int | float | str | bool]
+
+
+class PromptRefused(msgspec.Struct, tag=True, frozen=True):
+    """Process → front: the request is at fault; the message is for the client."""
+
+    message: str
+
+
+class PromptFailed(msgspec.Struct, tag=True, frozen=True):
+    """Process → front: the model's code failed; the message is for the log."""
+
+    message: str
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """Process → front: the model is built, jobs may come."""
+
+
+class ModelToLoad(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Front → process, first: the model's import string and its setup (`config` as JSON)."""
+
+    model: str
+    config: bytes
+    tokenizer_dir: str | None
+    max_seq_len: int
+
+
+Reply = PromptDone | PromptRefused | PromptFailed | Started
+Order = ModelToLoad | PromptJob
+
+encode = msgspec.msgpack.Encoder().encode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_order = msgspec.msgpack.Decoder(Order).decode
+
+
+def framed(message: Reply | Order) -> bytes:
+    body = encode(message)
+    return LENGTH.pack(len(body)) + body
