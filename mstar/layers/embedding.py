@@ -21,6 +21,12 @@ class TokenEmbedding(nn.Module):
         return ops.embedding(ids, self.weight)
 
 
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """`x[index]` for `x [tokens, width]` and int `index [rows]`, as one of the kernels' operations: a forward made of
+    those alone can be recorded."""
+    return ops.embedding(index, x)
+
+
 class OutputHead(Linear):
     """Logits in fp32 whatever the weights are, so that greedy choice and sampling see every bit of the product."""
 

@@ -27,12 +27,16 @@ class SoloResources:
         self.num_heads = attention.num_heads
         self.cos, self.sin = cos, sin
         self.length = 0
-        self.positions = torch.empty(0, dtype=torch.int32)
+        self.positions = self.slots = self.q_starts = self.kv_lens = torch.empty(0, dtype=torch.int32)
         self.keys = {resource.key for resource in spec.resources}
 
     def begin(self, num_tokens: int) -> None:
         self.positions = torch.arange(self.length, self.length + num_tokens, dtype=torch.int32)
         self.length += num_tokens
+        page = self.pages[(self.positions // self.page_size).long()]
+        self.slots = page * self.page_size + self.positions % self.page_size
+        self.q_starts = torch.tensor([0, num_tokens], dtype=torch.int32)
+        self.kv_lens = torch.tensor([self.length], dtype=torch.int32)
 
     def bind(self, module: nn.Module) -> None:
         for layer in module.modules():
@@ -63,17 +67,12 @@ class _Attention:
         o = self.owner
         k_pages, v_pages = o.k[self.index], o.v[self.index]
         num_kv_heads, head_dim = k_pages.shape[2:]
-        page = o.pages[(o.positions // o.page_size).long()]
-        slots = (page * o.page_size + o.positions % o.page_size).int()
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         if rotary is not None:
             ops.rope(qkv, o.positions, rotary.cos, rotary.sin, o.num_heads + num_kv_heads, head_dim)
-        ops.write_kv(heads[:, o.num_heads : -num_kv_heads], heads[:, -num_kv_heads:], k_pages, v_pages, slots)
-        starts = torch.tensor([0, qkv.shape[0]], dtype=torch.int32)
-        lens = torch.tensor([o.length], dtype=torch.int32)
-        result = ops.paged_attend(
-            heads[:, : o.num_heads], k_pages, v_pages, o.pages[None], lens, starts, o.scale, causal=True
-        )
+        ops.write_kv(heads[:, o.num_heads : -num_kv_heads], heads[:, -num_kv_heads:], k_pages, v_pages, o.slots)
+        queries = heads[:, : o.num_heads]
+        result = ops.paged_attend(queries, k_pages, v_pages, o.pages[None], o.kv_lens, o.q_starts, o.scale)
         return result.flatten(1)
 
 

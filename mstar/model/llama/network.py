@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.layers.attention import SelfAttention
-from mstar.layers.embedding import OutputHead, TiedEmbedding, TokenEmbedding
+from mstar.layers.embedding import OutputHead, TiedEmbedding, TokenEmbedding, select_rows
 from mstar.layers.mlp import GatedMLP
 from mstar.layers.norm import RMSNorm
 from mstar.model.llama.config import LlamaConfig
@@ -64,7 +64,7 @@ class LlamaNetwork(nn.Module):
 
     def forward(self, tokens: Tensor, last: Tensor) -> Tensor:
         """Logits fp32 `[rows, vocab]` of the tokens at `last` int64 `[rows]`, for ids `tokens` int64 `[tokens]`."""
-        return self.lm_head(self.forward_hidden(tokens)[last])
+        return self.lm_head(select_rows(self.forward_hidden(tokens), last))
 
     def forward_hidden(self, tokens: Tensor) -> Tensor:
         """`[tokens, hidden]` after the final norm."""

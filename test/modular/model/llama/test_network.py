@@ -6,6 +6,7 @@ from support.solo_resources import SoloResources, split
 from support.tiny_llama import VARIANTS, Variant, build_reference, variant
 
 from mstar.engine.spec import RotarySpec
+from mstar.kernels import ops
 from mstar.layers.linear import pack_weights
 from mstar.model.base import ModelSetup
 from mstar.model.llama.config import LlamaConfig
@@ -106,6 +107,24 @@ def test_a_checkpoint_without_a_weight_is_refused_by_name():
     weights = [(n, t) for n, t in reference.state_dict().items() if n != "model.layers.1.mlp.up_proj.bias"]
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.gate_up_proj\.bias"):
         load_weights(LlamaNetwork(config, dtype=torch.float32, device="meta"), weights, load_rules(config))
+
+
+@torch.no_grad()
+def test_a_decode_forward_can_be_recorded():
+    """It is made of kernel operations alone, so that it replays without the interpreter."""
+    reference = build_reference(variant("grouped_queries_tied"))
+    network, resources = _ours(variant("grouped_queries_tied"), reference)
+    if ops.select_kernels() != "native":
+        pytest.skip("the compiled kernels are not available on this machine")
+    resources.begin(len(PROMPT))
+    tokens, last = torch.tensor(PROMPT), torch.tensor([len(PROMPT) - 1])
+    tape, logits = ops.record(lambda: network(tokens, last))
+    expected = reference(tokens[None]).logits[0, -1:]
+    _assert_close(logits, expected)
+    tokens.copy_(tokens.flip(0))
+    tape.replay()
+    _assert_close(logits, reference(tokens[None]).logits[0, -1:])
+    assert not torch.allclose(logits, expected, atol=1e-2)
 
 
 def test_tied_embeddings_are_held_once():
