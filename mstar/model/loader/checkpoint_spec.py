@@ -57,7 +57,7 @@ def parse_checkpoint_spec(spec: str) -> CheckpointSpec:
     path = Path(spec).expanduser()
     if path.suffix == ".gguf":
         return GgufFile(path)
-    if path.is_dir():
+    if spec and path.is_dir():
         return LocalDirectory(path)
     if spec.startswith(("/", "./", "../", "~")):
         raise CheckpointError(f"checkpoint {spec!r}: there is no directory {path}")

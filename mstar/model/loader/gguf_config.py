@@ -109,7 +109,7 @@ def _llama3_scaling(header: GgufHeader, theta: float, head_dim: int) -> dict[str
         stored = struct.unpack(f"<{head_dim // 2}f", file.read(2 * head_dim))
     scaling = {
         "rope_type": "llama3",
-        "factor": _short_float(max(stored)),
+        "factor": round(max(stored), 3),
         "low_freq_factor": _LLAMA3_LOW_FREQ,
         "high_freq_factor": _LLAMA3_HIGH_FREQ,
         "original_max_position_embeddings": _LLAMA3_CONTEXT,

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - base of whichever HTTP client the library uses
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import tqdm as hub_tqdm
 
 from mstar.model.loader.checkpoint_spec import HubId
@@ -49,7 +55,7 @@ def fetch_snapshot(hub: HubId, *, progress: ByteProgress | None) -> Path:
         ) from error
     except HfHubHTTPError as error:
         raise CheckpointError(f"{asked}: the hub answered with an error: {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPError) as error:
         raise CheckpointError(
             f"{asked}: not downloaded on this machine, and the hub cannot be reached ({type(error).__name__}: "
             f"{_first_line(error)}). Connect to the network (and unset HF_HUB_OFFLINE if it is set), or download the "

@@ -82,7 +82,7 @@ def load_weights(
         CheckpointError: missing, unexpected, doubled or misshapen tensors, all listed by name.
     """
     started = time.monotonic()
-    destination = _Destination(module, torch.device(device or "cpu"))
+    destination = _Destination(module, torch.device(device or "cpu"), rules.ties)
     stacks: dict[str, _Stack] = {}
     ignored: list[str] = []
     num_tensors = 0
@@ -111,7 +111,7 @@ def load_weights(
         if absent := [source for source in stack.rule.sources if source not in stack.parts]:
             destination.problem("missing", f"{target} (its {', '.join(absent)})")
             destination.settled.add(target)
-    destination.finish(rules.ties)
+    destination.finish()
     return LoadReport(num_tensors, destination.total_bytes, tuple(ignored), time.monotonic() - started)
 
 
@@ -140,20 +140,25 @@ def _stack_place(name: str, stacks: tuple[StackRule, ...]) -> tuple[str, str, St
 class _Destination:
     """The tensors of the module by name, which of them have a value, and what went wrong so far."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, ties: tuple[TieRule, ...]) -> None:
         self.module = module
         self.device = device
         self.tensors: dict[str, torch.Tensor] = dict(module.state_dict(keep_vars=True))
         self.settled: set[str] = set()  # names with a value, or already reported
         self.problems: dict[str, list[str]] = {}
+        for tie in ties:
+            if tie.source not in self.tensors:
+                self.problem("missing", f"{tie.source}, to which {tie.target} is tied")
+            elif tie.target in self.tensors:
+                self.assign(tie.target, self.tensors[tie.source])
+        by_identity: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            by_identity.setdefault(id(tensor), []).append(name)
+        self.aliases = {name: by_identity[id(tensor)] for name, tensor in self.tensors.items()}
         self.total_bytes = sum(tensor.nbytes for tensor in {id(t): t for t in self.tensors.values()}.values())
 
     def problem(self, kind: str, what: str) -> None:
         self.problems.setdefault(kind, []).append(what)
-
-    def aliases(self, name: str) -> list[str]:
-        """All names of the tensor that `name` names: modules may share a parameter."""
-        return [other for other, tensor in self.tensors.items() if tensor is self.tensors[name]]
 
     def fill(self, name: str, parts: Mapping[str, torch.Tensor | None], dim: int) -> int:
         """Copies `parts`, one after the other along `dim`, into the tensor `name`. Returns the bytes filled."""
@@ -164,7 +169,7 @@ class _Destination:
         if name in self.settled:
             self.problem("given twice", name)
             return 0
-        self.settled.update(self.aliases(name))
+        self.settled.update(self.aliases[name])
         tensor = self.tensors[name]
         shapes = " + ".join(str(list(value.shape)) for value in values)
         if _concatenated_shape(values, dim) != tensor.shape:
@@ -191,7 +196,7 @@ class _Destination:
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
             vars(new).update(vars(old))  # attributes that a layer hung on its parameter
-        for alias in self.aliases(name):
+        for alias in self.aliases[name]:
             self.assign(alias, new)
         return new
 
@@ -200,17 +205,8 @@ class _Destination:
         setattr(self.module.get_submodule(path), attribute, tensor)
         self.tensors[name] = tensor
 
-    def finish(self, ties: tuple[TieRule, ...]) -> None:
-        """Applies `ties`, then raises if anything is wrong or still without memory."""
-        for tie in ties:
-            if tie.source not in self.tensors:
-                self.problem("missing", f"{tie.source}, to which {tie.target} is tied")
-            elif tie.target in self.tensors:
-                if self.tensors[tie.target] is not self.tensors[tie.source]:
-                    self.total_bytes -= self.tensors[tie.target].nbytes
-                    self.assign(tie.target, self.tensors[tie.source])
-                if tie.source in self.settled:
-                    self.settled.add(tie.target)
+    def finish(self) -> None:
+        """Raises if anything is wrong or still without memory."""
         for name in self.tensors:
             if name not in self.settled:
                 self.problem("missing", name)
