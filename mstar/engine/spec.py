@@ -54,10 +54,15 @@ class RotarySpec:
 
 @dataclass(frozen=True, slots=True)
 class SamplerSpec:
-    """Draws one token per row from logits, and owns the live token column."""
+    """Draws one token per row from logits, and owns the live token column.
+
+    `samples_text=False` for codes beside the text: the request's temperature, top-k, top-p, min-p and seed apply; its
+    stop tokens, biases, penalties, minimum length and logprobs speak of text tokens and do not.
+    """
 
     key: str
     vocab_size: int
+    samples_text: bool = True
 
 
 ResourceSpec = PagedKVSpec | AttentionSpec | RotarySpec | SamplerSpec

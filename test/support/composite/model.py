@@ -123,7 +123,7 @@ class CompositeModel(Model):
                     SamplerSpec("sampler", size("vocab_size")),
                 ),
             ),
-            NodeResourceSpec(CODES, (SamplerSpec("code_sampler", size("code_vocab")),)),
+            NodeResourceSpec(CODES, (SamplerSpec("code_sampler", size("code_vocab"), samples_text=False),)),
         )
 
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
