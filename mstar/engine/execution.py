@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mstar.graph.protocol import TakenRows
+from mstar.graph.protocol import LIVE_COLUMN, TakenRows
 
 if TYPE_CHECKING:
-    from mstar.engine.resources.base import Transaction
     from mstar.engine.submodule import RowColumns
+    from mstar.engine.transaction import Transaction
     from mstar.platforms.executor import DeviceEvent
 
 
@@ -46,12 +46,23 @@ class StepOutputs:
 
     host: dict[str, np.ndarray] = field(default_factory=dict)
     ids: dict[str, np.ndarray | None] = field(default_factory=dict)
-    logprobs: Any = None
+    logprobs: StepLogprobs | None = None
+    """Of the rows that asked for them."""
+
+    def ids_of(self, part: StepPart) -> dict[str, list[int]]:
+        """Ids by signal for the rows of one part, as `GraphRuntime.complete` takes them."""
+        size = part.end - part.begin
+        return {
+            signal: [LIVE_COLUMN] * size if column is None else column[part.begin : part.end].tolist()
+            for signal, column in self.ids.items()
+        }
 
 
 @dataclass(slots=True)
 class Step:
-    """`handles` int32 [rows] and `spans` int32 [rows], decode-like part first. `failed`: handle → message."""
+    """`handles` int64 [rows] and `spans` int32 [rows], decode-like part first. `failed`: handle → message; a step that
+    `build` returns with failed rows cannot run: its rows go back, the failed ones leave, the others are built again.
+    `dropped`: speculated rows whose loop ended in the step before; what this step made for them is thrown away."""
 
     node: str
     parts: tuple[StepPart, ...]
@@ -65,6 +76,7 @@ class Step:
     event: DeviceEvent | None = None
     outputs: StepOutputs = field(default_factory=StepOutputs)
     failed: dict[int, str] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
     error: BaseException | None = None
     composed_ns: int = 0
     submitted_ns: int = 0

@@ -1,7 +1,7 @@
 """Stage times of the worker's loop: the nine names, CPU time of the loop thread, and wall time of the waits.
 
-Runs on the worker's loop thread. The stage that waits for the device (`WAITS`) is measured in wall time and is never added to
-work: on a CPU platform the device wait is `await_gpu`, on CUDA it is `event_sync`.
+Runs on the worker's loop thread. The stage that waits for the device (`WAITS`) is measured in wall time and is never
+added to work: on a CPU platform the device wait is `await_gpu`, on CUDA it is `event_sync`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAITS: Final = frozenset({"await_gpu", "event_sync"})
 
 
 class PhaseClock(Protocol):
-    """`begin` starts a tick; `mark(name)` charges everything since the last mark to that stage; `end` closes the tick."""
+    """`begin` starts a tick; `mark(name)` charges all time since the last mark to that stage; `end` closes it."""
 
     def begin(self) -> None: ...
     def mark(self, phase: str) -> None: ...

@@ -1,0 +1,109 @@
+"""The `mstar` command. Each command imports what it needs when it runs, so that `mstar version` is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import mstar
+
+app = typer.Typer(
+    name="mstar",
+    help="Serve composite models: one runtime, from a laptop CPU to many GPUs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[
+    str,
+    typer.Argument(help="A YAML file, a shipped configuration (smollm2), a checkpoint, or nothing for the default."),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. server.port=8080.")
+]
+
+
+@app.command()
+def serve(
+    target: Target = "smollm2",
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
+) -> None:
+    """Start the server; ends with a ready line and a curl that works."""
+    from mstar.cli.serve import serve_command
+
+    extra = [f"server.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
+    raise typer.Exit(serve_command(target, [*(overrides or []), *extra]))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:8000",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    api_key: Annotated[str | None, typer.Option(help="Key, if the server asks for one.")] = None,
+) -> None:
+    """Talk to a running server in the terminal."""
+    from mstar.cli.chat import chat_command
+
+    raise typer.Exit(chat_command(url, system, temperature, api_key))
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="What to say; '-' reads standard input.")],
+    target: Annotated[str, typer.Option("--config", "-c", help="As for serve.")] = "smollm2",
+    overrides: Overrides = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
+) -> None:
+    """Answer one prompt in this process, without a server."""
+    from mstar.cli.run import run_command
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    raise typer.Exit(run_command(text, target, overrides or [], max_tokens, temperature, seed, raw=raw))
+
+
+@app.command()
+def check(
+    file: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine, and a configuration if one is given. Needs no accelerator."""
+    from mstar.cli.inspection import check_command
+
+    raise typer.Exit(check_command(file, overrides or []))
+
+
+@app.command()
+def models() -> None:
+    """List the models that can be served, and the shipped configurations."""
+    from mstar.cli.inspection import models_command
+
+    raise typer.Exit(models_command())
+
+
+@app.command()
+def graph(target: Target = "smollm2", overrides: Overrides = None) -> None:
+    """Show a model's walks and where its nodes are placed."""
+    from mstar.cli.inspection import graph_command
+
+    raise typer.Exit(graph_command(target, overrides or []))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(mstar.__version__)
+
+
+def main() -> None:
+    """Entry point of the `mstar` command."""
+    app()

@@ -1,0 +1,101 @@
+"""`mstar check`, `mstar models`, `mstar graph`: what is there, and whether it fits together. Starts nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform as python_platform
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mstar import envs
+from mstar.cli.targets import config_for
+from mstar.config.load import ConfigError, shipped_configs
+from mstar.graph.protocol import GraphError
+from mstar.launch.deployment import Deployment, resolve_deployment
+from mstar.model.loader.errors import CheckpointError
+from mstar.model.registry import CARDS
+from mstar.platforms import current_platform
+
+
+def check_command(file: Path | None, overrides: Sequence[str]) -> int:
+    """Exit code 0 when everything fits, 1 otherwise."""
+    console = Console()
+    good = _check_machine(console)
+    if file is not None:
+        good = _check_config(console, str(file), overrides) and good
+    return 0 if good else 1
+
+
+def models_command() -> int:
+    """Cards and shipped configurations."""
+    console = Console()
+    table = Table("model", "serves", "default checkpoint")
+    for card in CARDS:
+        table.add_row(
+            card.name, f"{card.description}\n[dim]{', '.join(card.architectures)}[/dim]", card.default_checkpoint
+        )
+    console.print(table)
+    console.print("shipped configurations: " + ", ".join(sorted(shipped_configs())))
+    return 0
+
+
+def graph_command(target: str, overrides: Sequence[str]) -> int:
+    """Walks, loops, edges and placement, as text."""
+    console = Console()
+    try:
+        deployment = _resolve(target, overrides)
+        text = deployment.compile(deployment.model()).describe()
+    except (ConfigError, GraphError, CheckpointError, ValueError) as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return 1
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _resolve(target: str, overrides: Sequence[str]) -> Deployment:
+    return resolve_deployment(config_for(target, overrides), cache_dir=envs.CACHE_DIR.get())
+
+
+def _check_machine(console: Console) -> bool:
+    free_gib = current_platform.free_memory_bytes("cpu") / 2**30
+    facts = [
+        ("python", python_platform.python_version()),
+        ("torch", importlib.metadata.version("torch")),
+        ("device", current_platform.device_type()),
+        ("architecture", current_platform.arch()),
+        ("cores", str(current_platform.num_cores())),
+        ("bf16 in hardware", "yes" if current_platform.has_bf16("cpu") else "no: float32 is the default"),
+        ("free memory", f"{free_gib:.1f} GiB"),
+        ("C++ compiler", shutil.which("g++") or shutil.which("c++") or "none: the torch kernels are used"),
+        ("cache", str(envs.CACHE_DIR.get())),
+    ]
+    good = True
+    if current_platform.device_type() == "cuda" and importlib.util.find_spec("flashinfer") is None:
+        facts.append(("extra cuda", "missing: pip install 'mstar[cuda]'"))
+    for name in envs.unknown_variables():
+        facts.append((name, "is not a variable of this version"))
+        good = False
+    for name, value in facts:
+        console.print(f"{name:>18}  {value}", highlight=False, markup=False)
+    return good
+
+
+def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool:
+    try:
+        deployment = _resolve(file, overrides)
+        compiled = deployment.compile(deployment.model())
+    except (ConfigError, GraphError, CheckpointError, ValueError) as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return False
+    config = deployment.config
+    console.print(
+        f"{file}: {deployment.card.name} on {config.num_workers} worker(s), up to {deployment.setup.max_seq_len} tokens"
+    )
+    for rank in range(config.num_workers):
+        console.print(f"  worker {rank}: {', '.join(compiled.nodes_on(rank))}", highlight=False)
+    return True

@@ -1,0 +1,106 @@
+"""`mstar serve`: port first, then checkpoint, then processes; the ready line last."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from mstar import envs
+from mstar.cli.progress import ProgressBars
+from mstar.cli.targets import config_for
+from mstar.communication.messages import LoadProgress, PlanRow, Ready
+from mstar.config.load import ConfigError
+from mstar.config.schema import ServerConfig
+from mstar.launch.deployment import Deployment, resolve_deployment
+from mstar.launch.supervisor import StartError, Supervisor, Watchers
+
+INTERRUPTED = 130
+
+
+def serve_command(target: str, overrides: Sequence[str]) -> int:
+    """Exit code: 0 after a drain, 1 for a failed start or a forced end, 2 for a configuration or port that is no use."""
+    console = Console(stderr=True)
+    for name in envs.unknown_variables():
+        console.print(f"[yellow]{name} is not a variable of this version[/yellow]")
+    try:
+        config = config_for(target, overrides)
+        listener = bind(config.server)
+    except (ConfigError, ValueError, OSError) as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return 2
+    plan: list[tuple[int, PlanRow]] = []
+
+    def ready(message: Ready) -> None:
+        plan.extend((message.rank, row) for row in message.plan)
+
+    try:
+        with ProgressBars(console) as bars:
+            deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
+            deployment.compile(deployment.model())
+
+            def loaded(message: LoadProgress) -> None:
+                bars.report(f"worker {message.rank}: {message.label}", message.done, message.total or None)
+
+            supervisor = Supervisor(deployment, listener, Watchers(progress=loaded, ready=ready))
+            supervisor.start()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (StartError, ValueError, OSError) as error:
+        console.print(f"[red]{error}[/red]", highlight=False)
+        return 1
+    if plan:
+        console.print(memory_table(plan))
+    host, port = listener.getsockname()[:2]
+    console.print(ready_text(deployment, host, port), highlight=False, markup=False, soft_wrap=True)
+    return supervisor.run()
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """The listening socket, before anything is loaded.
+
+    Raises:
+        OSError: the address cannot be used; the message says what to change.
+    """
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((server.host, server.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"cannot listen at {server.host}:{server.port}: {error.strerror}; "
+            "end the process that has the port, or choose another with --port"
+        ) from error
+    return listener
+
+
+def memory_table(plan: Sequence[tuple[int, PlanRow]]) -> Table:
+    """What each worker allocated."""
+    table = Table(title="Memory plan", title_justify="left")
+    for column in ("worker", "what", "detail"):
+        table.add_column(column)
+    table.add_column("MiB", justify="right")
+    for rank, row in plan:
+        table.add_row(str(rank), row.name, row.detail, f"{row.num_bytes / 2**20:,.1f}")
+    return table
+
+
+def ready_text(deployment: Deployment, host: str, port: int) -> str:
+    """The ready line, and a request to try."""
+    at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    url = f"http://[{at}]:{port}" if ":" in at else f"http://{at}:{port}"
+    name = deployment.facts.served_names[0]
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if deployment.config.server.api_keys else ""
+    message = '{"role": "user", "content": "What is the capital of France?"}'
+    body = f'{{"model": "{name}", "temperature": 0, "messages": [{message}]}}'
+    return (
+        "Try it:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f"    -d '{body}'\n"
+        f"mstar is ready: {name} at {url}"
+    )

@@ -1,0 +1,38 @@
+"""What a command's target means: a file, a shipped configuration, or a checkpoint served with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mstar.config.load import ConfigError, config_from_mapping, load_config
+from mstar.config.schema import DeploymentConfig
+from mstar.model.registry import CARDS, card_for_config
+
+
+def config_for(target: str, overrides: Sequence[str]) -> DeploymentConfig:
+    """Raises `ConfigError` with what could have been meant."""
+    if any(card.name == target for card in CARDS):
+        return config_from_mapping({"model": target}, target, overrides)
+    if _is_checkpoint(target):
+        return config_from_mapping({"model": _model_of(target), "checkpoint": target}, target, overrides)
+    return load_config(target, overrides)
+
+
+def _is_checkpoint(target: str) -> bool:
+    path = Path(target).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        return False
+    return path.is_dir() or path.suffix == ".gguf" or target.startswith("pypi:") or target.count("/") == 1
+
+
+def _model_of(target: str) -> str:
+    # Imported here: only a bare checkpoint has to be looked into before its configuration exists.
+    from mstar import envs
+    from mstar.model.loader.checkpoint import resolve_checkpoint
+
+    checkpoint = resolve_checkpoint(target, cache_dir=envs.CACHE_DIR.get())
+    try:
+        return card_for_config(checkpoint.config()).name
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,154 @@
+"""A deployment, resolved: which model, which checkpoint on this disk, which node on which worker.
+
+Made once by the launching process and handed to every child as JSON; each child builds from it what it needs, so no
+live object crosses a process border. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mstar.config.load import ConfigError
+from mstar.config.schema import DeploymentConfig
+from mstar.engine.spec import NodeResourceSpec
+from mstar.graph.base import nodes_of
+from mstar.graph.compile import CompiledGraph, compile_walks
+from mstar.model.base import Model, ModelCard, ModelSetup
+from mstar.model.loader.checkpoint import ResolvedCheckpoint, resolve_checkpoint
+from mstar.model.loader.progress import DownloadProgress
+from mstar.model.registry import build_model, card_for_config, find_card
+
+
+class CheckpointFacts(msgspec.Struct, frozen=True):
+    """A `ResolvedCheckpoint` as it travels."""
+
+    spec: str
+    kind: str
+    path: str
+    num_bytes: int
+    sha256: str | None
+
+
+class DeploymentFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a child needs to build its part. `config_json` is the validated configuration; `card` the name or
+    import string of the model card; `model_config` the checkpoint's configuration, as JSON."""
+
+    config_json: str
+    card: str
+    model_config: str
+    tokenizer_dir: str | None
+    max_seq_len: int
+    checkpoint: CheckpointFacts | None
+    served_names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The facts, opened."""
+
+    facts: DeploymentFacts
+    config: DeploymentConfig
+    card: ModelCard
+    setup: ModelSetup
+
+    def model(self) -> Model:
+        return build_model(self.card, self.setup)
+
+    def compile(self, model: Model) -> CompiledGraph:
+        """The compiled graph of this placement. Raises `GraphError` or `ConfigError`."""
+        walks = model.walks()
+        nodes = {node.name for section in walks.values() for node in nodes_of(section)}
+        _check_names(self.config, nodes, model.get_node_resources())
+        placement = {node: self.config.rank_of(node) for node in sorted(nodes)}
+        return compile_walks(walks, model.partitions(), placement)
+
+    def checkpoint(self) -> ResolvedCheckpoint | None:
+        facts = self.facts.checkpoint
+        if facts is None:
+            return None
+        kind = "gguf" if facts.kind == "gguf" else "safetensors"
+        return ResolvedCheckpoint(facts.spec, kind, Path(facts.path), facts.num_bytes, facts.sha256)
+
+
+def open_deployment(facts: DeploymentFacts) -> Deployment:
+    """The facts as a child sees them."""
+    config = DeploymentConfig.model_validate_json(facts.config_json)
+    setup = ModelSetup(
+        config=msgspec.json.decode(facts.model_config),
+        tokenizer_dir=None if facts.tokenizer_dir is None else Path(facts.tokenizer_dir),
+        max_seq_len=facts.max_seq_len,
+    )
+    return Deployment(facts, config, find_card(facts.card), setup)
+
+
+def resolve_deployment(
+    config: DeploymentConfig, *, cache_dir: Path, progress: DownloadProgress | None = None
+) -> Deployment:
+    """Find (and fetch, if need be) what the configuration names.
+
+    Raises:
+        ConfigError, UnknownModelError, CheckpointError: with what to change.
+    """
+    card = find_card(config.model)
+    spec = config.checkpoint or card.default_checkpoint
+    checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress) if spec else None
+    model_config: Mapping[str, Any] = {} if checkpoint is None else checkpoint.config()
+    if checkpoint is not None and card.architectures:
+        fitting = card_for_config(model_config)
+        if fitting.name != card.name:
+            raise ConfigError(
+                f"checkpoint {spec!r} is for model {fitting.name!r}, the configuration says {card.name!r}"
+            )
+    facts = DeploymentFacts(
+        config_json=config.model_dump_json(),
+        card=config.model,
+        model_config=msgspec.json.encode(model_config).decode(),
+        tokenizer_dir=None if checkpoint is None else str(_tokenizer_dir(checkpoint, cache_dir)),
+        max_seq_len=_max_seq_len(config, model_config),
+        checkpoint=None
+        if checkpoint is None
+        else CheckpointFacts(
+            checkpoint.spec, checkpoint.kind, str(checkpoint.path), checkpoint.num_bytes, checkpoint.sha256
+        ),
+        served_names=tuple(dict.fromkeys((*config.server.served_names, config.model, *([spec] if spec else [])))),
+    )
+    return open_deployment(facts)
+
+
+def _max_seq_len(config: DeploymentConfig, model_config: Mapping[str, Any]) -> int:
+    known = model_config.get("max_position_embeddings")
+    if config.max_seq_len is None:
+        return int(known) if known is not None else 2048
+    if known is not None and config.max_seq_len > known:
+        raise ConfigError(f"max_seq_len: {config.max_seq_len} is more than the model's {known} positions")
+    return config.max_seq_len
+
+
+def _tokenizer_dir(checkpoint: ResolvedCheckpoint, cache_dir: Path) -> Path:
+    # Imported here: reading a gguf tokenizer may load transformers, which only a first start needs.
+    from mstar.model.loader.tokenizer_writing import write_tokenizer  # noqa: PLC0415
+
+    directory = cache_dir / "tokenizers" / checkpoint.fingerprint().replace(":", "-")
+    if not (directory / "tokenizer.json").is_file():
+        write_tokenizer(checkpoint, directory)
+    return directory
+
+
+def _check_names(config: DeploymentConfig, nodes: set[str], specs: list[NodeResourceSpec]) -> None:
+    placed = [node for group in config.node_groups for node in group.node_names]
+    if unknown := sorted(set(placed) - nodes):
+        raise ConfigError(
+            f"node_groups: the model has no node {', '.join(unknown)}; its nodes are {', '.join(sorted(nodes))}"
+        )
+    if twice := sorted({node for node in placed if placed.count(node) > 1}):
+        raise ConfigError(f"node_groups: {', '.join(twice)} is placed twice")
+    keys = {resource.key for spec in specs for resource in spec.resources}
+    if unknown := sorted(set(config.resources) - keys):
+        raise ConfigError(
+            f"resources: the model has no resource {', '.join(unknown)}; it has {', '.join(sorted(keys))}"
+        )

@@ -1,0 +1,83 @@
+"""One rank's worker, from a deployment: nodes with weights, engine, loop. For the worker process and for in-process
+runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mstar.communication.arena import Arena, ArenaReader
+from mstar.communication.bus import Bus
+from mstar.communication.messages import ToWorker
+from mstar.engine.submodule import NodeSubmodule
+from mstar.graph.program import CompiledGraph
+from mstar.launch.deployment import Deployment
+from mstar.launch.machine import device_executor, engine_config, step_tokens, torch_device, torch_dtype
+from mstar.model.base import Model
+from mstar.model.loader.progress import LoadProgress
+from mstar.model.registry import build_submodule
+from mstar.model.submodule_context import SubmoduleContext
+from mstar.profile.phases import PhaseClock
+from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
+from mstar.worker.worker import Worker, WorkerParts
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which worker of which instance this is."""
+
+    instance: str
+    rank: int = 0
+    incarnation: int = 0
+
+
+def build_rank(
+    deployment: Deployment,
+    model: Model,
+    compiled: CompiledGraph,
+    place: Place,
+    bus: Bus[ToWorker],
+    *,
+    progress: LoadProgress | None = None,
+    clock: PhaseClock | None = None,
+) -> tuple[Worker, WorkerParts]:
+    """Load the rank's nodes and build its worker. Raises what loading raises."""
+    config = deployment.config
+    executor, overlap = device_executor(config)
+    settings = WorkerSettings(
+        rank=place.rank,
+        incarnation=place.incarnation,
+        max_rows=config.scheduler.max_rows,
+        max_waiting=config.scheduler.max_queue,
+        max_step_tokens=step_tokens(config),
+        overlap=overlap,
+    )
+    nodes = load_nodes(deployment, compiled, place.rank, progress)
+    shared = None
+    if config.num_workers > 1:
+        shared = Shared(Arena(place.instance, place.rank, place.incarnation), ArenaReader(place.instance))
+    return assemble_worker(
+        compiled=compiled,
+        nodes=nodes,
+        specs=[spec for spec in model.get_node_resources() if spec.node in nodes],
+        bus=bus,
+        executor=executor,
+        engine_config=engine_config(config, deployment.setup.max_seq_len, settings.capacity),
+        settings=settings,
+        shared=shared,
+        clock=clock,
+    )
+
+
+def load_nodes(
+    deployment: Deployment, compiled: CompiledGraph, rank: int, progress: LoadProgress | None
+) -> Mapping[str, NodeSubmodule]:
+    """The nodes that live on `rank`, with their weights."""
+    context = SubmoduleContext(
+        setup=deployment.setup,
+        checkpoint=deployment.checkpoint(),
+        dtype=torch_dtype(deployment.config),
+        device=torch_device(deployment.config),
+        progress=progress,
+    )
+    return {node: build_submodule(deployment.card, node, context).eval() for node in compiled.nodes_on(rank)}

@@ -1,0 +1,242 @@
+"""The supervisor: starts the processes of an instance, watches them, and is the one path by which all of them end.
+
+Runs on the main thread of `mstar serve`. It blocks on one poller (its socket, the children's descriptors, a wake-up
+for signals) and wakes by time only while something has a deadline. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mstar import envs
+from mstar.communication import arena
+from mstar.communication.address import FRONT_RANK, InstanceDir, peer_name, reclaim_stale_dirs
+from mstar.communication.bus import ZmqBus
+from mstar.communication.messages import LoadProgress, PeerLost, PeerUp, Ready, Shutdown, ToSupervisor
+from mstar.communication.wakeup import Wakeup
+from mstar.communication.wire import decode_to_supervisor
+from mstar.launch.children import Child, ChildSpec, PeerAddress, start_child
+from mstar.launch.deployment import Deployment
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.2
+LONGEST_BACKOFF_S = 30.0
+STABLE_S = 60.0
+"""A worker that ran for this long starts again without delay when it dies."""
+EXIT_GRACE_S = 10.0
+"""How long children may take to end after they were told to."""
+
+
+class StartError(RuntimeError):
+    """The instance could not start; the message says which child ended and how."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One child's place: the process that fills it, or when the next is due."""
+
+    rank: int
+    child: Child | None = None
+    incarnation: int = -1
+    ready: Ready | None = None
+    started_at: float = 0.0
+    num_failures: int = 0
+    due_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """What the caller wants to hear during start-up: progress of loads, and each process that is ready."""
+
+    progress: Callable[[LoadProgress], None] = field(default=lambda _: None)
+    ready: Callable[[Ready], None] = field(default=lambda _: None)
+
+
+class Supervisor:
+    """Owns the instance's directory and children. `listener` is bound before anything is loaded."""
+
+    def __init__(self, deployment: Deployment, listener: socket.socket, watchers: Watchers | None = None) -> None:
+        base = envs.SOCKET_DIR.get()
+        reclaim_stale_dirs(base)
+        arena.reclaim_stale()
+        self._deployment = deployment
+        self._listener = listener
+        self._watchers = watchers if watchers is not None else Watchers()
+        self._instance = InstanceDir.create(base)
+        self._address = self._instance.address("supervisor", 0)
+        self._bus: ZmqBus[ToSupervisor] = ZmqBus(self._address, decode_to_supervisor)
+        self._signalled = Wakeup()
+        self._num_signals = 0
+        self._front = _Slot(FRONT_RANK)
+        self._workers = [_Slot(rank) for rank in range(deployment.config.num_workers)]
+
+    def start(self) -> None:
+        """Start everything; returns when the server answers.
+
+        Raises:
+            StartError: a child ended. KeyboardInterrupt: a signal came. Everything is stopped in either case.
+        """
+        self._catch_signals()
+        try:
+            for slot in self._slots():
+                self._spawn(slot)
+            while any(slot.ready is None for slot in self._slots()):
+                self._wait(None)
+                self._receive()
+                for slot in self._slots():
+                    if slot.child is not None and slot.child.exit_code() is not None:
+                        raise StartError(f"the {slot.child.name} process {slot.child.how_it_ended()} during start-up")
+                if self._num_signals:
+                    raise KeyboardInterrupt
+        except BaseException:
+            self._kill_all()
+            self._close()
+            raise
+
+    def run(self) -> int:
+        """Watch until a signal asks for the end; returns the exit code."""
+        try:
+            while not self._num_signals:
+                self._wait(self._next_due())
+                self._receive()
+                if self._front.child is not None and self._front.child.exit_code() is not None:
+                    log.error("the front process %s; the server ends", self._front.child.how_it_ended())
+                    return 1
+                for slot in self._workers:
+                    self._look_after(slot)
+            return self._drain()
+        finally:
+            self._kill_all()
+            self._close()
+
+    def _slots(self) -> list[_Slot]:
+        return [self._front, *self._workers]
+
+    def _spawn(self, slot: _Slot) -> None:
+        slot.incarnation += 1
+        slot.due_at = None
+        slot.ready = None
+        slot.started_at = time.monotonic()
+        is_front = slot is self._front
+        spec = ChildSpec(
+            role="front" if is_front else "worker",
+            instance=self._instance.instance,
+            rank=slot.rank,
+            incarnation=slot.incarnation,
+            address=self._address_of(slot),
+            supervisor_address=self._address,
+            parent_pid=os.getpid(),
+            facts=self._deployment.facts,
+            peers=tuple(
+                PeerAddress(other.rank, other.incarnation, self._address_of(other))
+                for other in self._slots()
+                if other is not slot and other.child is not None
+            ),
+            listen_fd=self._listener.fileno() if is_front else None,
+            log_level=envs.LOG_LEVEL.get(),
+        )
+        slot.child = start_child(spec)
+        self._bus.connect(peer_name(slot.rank), spec.address)
+        self._tell_others(slot, PeerUp(slot.rank, slot.incarnation, spec.address))
+
+    def _address_of(self, slot: _Slot) -> str:
+        return self._instance.address(peer_name(slot.rank), slot.incarnation)
+
+    def _tell_others(self, slot: _Slot, message: PeerUp | PeerLost) -> None:
+        for other in self._slots():
+            if other is not slot and other.child is not None:
+                self._bus.send(peer_name(other.rank), (message,))
+
+    def _look_after(self, slot: _Slot) -> None:
+        if slot.child is not None and slot.child.exit_code() is not None:
+            self._lost(slot, slot.child)
+        if slot.due_at is not None and time.monotonic() >= slot.due_at:
+            self._spawn(slot)
+
+    def _lost(self, slot: _Slot, child: Child) -> None:
+        detail = f"{child.name} {child.how_it_ended()}"
+        now = time.monotonic()
+        slot.num_failures = 0 if now - slot.started_at > STABLE_S else slot.num_failures + 1
+        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** max(0, slot.num_failures - 1))
+        slot.due_at = now + delay_s
+        slot.child = None
+        log.error("%s; it is started again in %.1f s", detail, delay_s)
+        self._bus.disconnect(peer_name(slot.rank))
+        self._tell_others(slot, PeerLost(slot.rank, slot.incarnation, detail))
+        arena.reclaim(self._instance.instance, slot.rank, slot.incarnation)
+        child.close()
+
+    def _next_due(self) -> float | None:
+        due = [slot.due_at for slot in self._workers if slot.due_at is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _receive(self) -> None:
+        for message in self._bus.receive():
+            if isinstance(message, LoadProgress):
+                self._watchers.progress(message)
+            elif isinstance(message, Ready):
+                slot = self._front if message.rank == FRONT_RANK else self._workers[message.rank]
+                if message.incarnation == slot.incarnation:
+                    slot.ready = message
+                    self._watchers.ready(message)
+
+    def _drain(self) -> int:
+        """First signal: the front refuses new requests and ends when the running ones have; then the workers end. A
+        second signal ends everything now."""
+        log.info("draining: new requests are refused, running ones may take %.0f s", self._drain_s())
+        self._bus.send(peer_name(FRONT_RANK), (Shutdown(),))
+        if not self._await_exit([self._front], self._drain_s() + EXIT_GRACE_S):
+            return 1
+        for slot in self._workers:
+            self._bus.send(peer_name(slot.rank), (Shutdown(),))
+        return 0 if self._await_exit(self._workers, EXIT_GRACE_S) else 1
+
+    def _drain_s(self) -> float:
+        return self._deployment.config.server.drain_timeout_s
+
+    def _await_exit(self, slots: list[_Slot], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while alive := [slot for slot in slots if slot.child is not None and slot.child.exit_code() is None]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or self._num_signals > 1:
+                log.error("%s did not end in time and is killed", ", ".join(peer_name(slot.rank) for slot in alive))
+                return False
+            self._wait(left_s)
+            self._receive()
+        return True
+
+    def _wait(self, timeout_s: float | None) -> None:
+        children = [
+            slot.child.pidfd for slot in self._slots() if slot.child is not None and slot.child.exit_code() is None
+        ]
+        self._bus.wait(timeout_s, (self._signalled.fileno(), *children))
+        self._signalled.clear()
+
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._num_signals += 1
+        self._signalled.set()
+
+    def _kill_all(self) -> None:
+        for slot in self._slots():
+            if slot.child is not None:
+                slot.child.kill()
+                slot.child.close()
+                slot.child = None
+        for slot in self._workers:
+            arena.reclaim(self._instance.instance, slot.rank, max(slot.incarnation, 0))
+
+    def _close(self) -> None:
+        self._bus.close()
+        self._instance.close()
+        self._listener.close()

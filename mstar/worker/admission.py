@@ -1,0 +1,70 @@
+"""Admission: requests wait in arrival order until the engine can promise room for all that they may ever hold.
+
+Runs on the worker's loop thread. Nobody overtakes: a large request at the head is not starved by small ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from mstar.engine.engine import Engine
+from mstar.engine.resources.base import OpenConfig
+from mstar.worker.requests import Request
+
+
+class RequestRefused(Exception):
+    """A request that cannot be served; `code` is the HTTP status that fits."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Admission:
+    """The waiting line in front of the engine."""
+
+    def __init__(self, engine: Engine, max_rows: int) -> None:
+        self._engine = engine
+        self._max_rows = max_rows
+        self._line: deque[Request] = deque()
+        self.num_admitted = 0
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def check(self, request: Request) -> None:
+        """Refuse at once what can never fit."""
+        most = self._engine.most_tokens()
+        if most is not None and request.max_total_tokens > most:
+            raise RequestRefused(
+                f"the request needs room for {request.max_total_tokens} tokens ({request.num_prompt_tokens} of the "
+                f"prompt and {request.open.sampling.max_tokens} of output); this server can hold {most} for one request",
+                400,
+            )
+
+    def join(self, request: Request) -> None:
+        self._line.append(request)
+
+    def admitted(self) -> list[Request]:
+        """Requests at the head of the line that now have their room, opened in the engine."""
+        entered: list[Request] = []
+        while self._line and self.num_admitted < self._max_rows:
+            request = self._line[0]
+            if not self._engine.reserve(request.handle, request.max_total_tokens):
+                break
+            self._line.popleft()
+            self._engine.open(
+                request.handle, OpenConfig(request.open.sampling, request.prompt_ids, request.max_total_tokens)
+            )
+            request.admitted = True
+            self.num_admitted += 1
+            entered.append(request)
+        return entered
+
+    def leave(self, request: Request) -> None:
+        """Give back what `request` holds, or its place in the line."""
+        if request.admitted:
+            self._engine.close(request.handle)
+            self.num_admitted -= 1
+        else:
+            self._line.remove(request)

@@ -1,0 +1,164 @@
+"""Wires one worker from its compiled graph, its nodes and a bus: the composition root of the worker's parts.
+
+Used by the worker process, by in-process runs and by tests; what differs between them is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mstar.communication.arena import Arena, ArenaReader
+from mstar.communication.bus import Bus
+from mstar.communication.messages import ToWorker
+from mstar.communication.tensor_store import TensorStore
+from mstar.communication.transport import Transport
+from mstar.engine.engine import Engine, EngineConfig
+from mstar.engine.spec import NodeResourceSpec
+from mstar.engine.submodule import NodeSubmodule
+from mstar.graph.program import CompiledGraph
+from mstar.graph.protocol import ReadyKey
+from mstar.graph.runtime import PyGraphRuntime
+from mstar.platforms.executor import DeviceExecutor
+from mstar.profile.phases import PhaseClock
+from mstar.worker.admission import Admission
+from mstar.worker.heartbeat import StepAge
+from mstar.worker.inbox import Inbox
+from mstar.worker.micro_scheduler import MicroScheduler, StepLimits
+from mstar.worker.outbox import Outbox
+from mstar.worker.requests import RequestTable
+from mstar.worker.rid_table import RidTable
+from mstar.worker.step_counters import StepCounters
+from mstar.worker.teardown import Teardown
+from mstar.worker.walks import WalkRunner
+from mstar.worker.worker import Worker, WorkerParts
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """`max_rows` requests run at once, `max_waiting` more may be known to the worker. `overlap`: the async loop."""
+
+    rank: int = 0
+    incarnation: int = 0
+    max_rows: int = 256
+    max_waiting: int = 1024
+    max_step_tokens: int = 2048
+    overlap: bool = True
+
+    @property
+    def capacity(self) -> int:
+        """Handles, the sink row's included."""
+        return self.max_rows + self.max_waiting + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Shared memory towards the other workers; None in an instance of one."""
+
+    arena: Arena
+    reader: ArenaReader
+
+
+def assemble_worker(
+    *,
+    compiled: CompiledGraph,
+    nodes: Mapping[str, NodeSubmodule],
+    specs: Sequence[NodeResourceSpec],
+    bus: Bus[ToWorker],
+    executor: DeviceExecutor,
+    engine_config: EngineConfig,
+    settings: WorkerSettings,
+    shared: Shared | None = None,
+    clock: PhaseClock | None = None,
+) -> tuple[Worker, WorkerParts]:
+    """A worker that hosts `nodes`, ready to run. The bus is connected by whoever owns it."""
+    rank = settings.rank
+    store = TensorStore()
+    rids = RidTable(settings.capacity - 1, first=1)
+    requests = RequestTable(settings.capacity)
+    graph = PyGraphRuntime(compiled, rank, store)
+    engine = Engine(nodes, specs, store, executor, engine_config)
+    admission = Admission(engine, settings.max_rows)
+    transport = Transport(
+        rank=rank,
+        incarnation=settings.incarnation,
+        names=rids,
+        store=store,
+        bus=bus,
+        arena=None if shared is None else shared.arena,
+        reader=None if shared is None else shared.reader,
+    )
+    keys = compiled.keys_on(rank)
+    walks = WalkRunner(
+        graph=graph,
+        store=store,
+        requests=requests,
+        loops={key: compiled.loops_around(key) for key in keys},
+        partition_of={
+            node.key.node: program.partition for program in compiled.programs.values() for node in program.nodes
+        },
+        input_partitions=_input_partitions(compiled, rank),
+        rank=rank,
+    )
+    outbox = Outbox(
+        bus=bus,
+        rids=rids,
+        requests=requests,
+        store=store,
+        transport=transport,
+        done=walks.done,
+        rank=rank,
+        capacity=settings.capacity,
+    )
+    inbox = Inbox(
+        rids=rids,
+        requests=requests,
+        admission=admission,
+        graph=graph,
+        store=store,
+        transport=transport,
+        walks=walks,
+        outbox=outbox,
+    )
+    teardown = Teardown(
+        rids=rids, requests=requests, admission=admission, graph=graph, store=store, inbox=inbox, walks=walks
+    )
+    limits = StepLimits(settings.max_rows, settings.max_step_tokens)
+    batch_with = {key: _batch_with(nodes[key.node], key) for key in keys}
+
+    def gauges() -> dict[str, float]:
+        return {
+            **engine.gauges(),
+            "mstar_handles": float(len(rids)),
+            "mstar_running_rows": float(admission.num_admitted),
+            "mstar_queue_depth": float(len(admission)),
+            "mstar_tensors": float(store.num_live),
+        }
+
+    parts = WorkerParts(
+        bus=bus,
+        graph=graph,
+        engine=engine,
+        inbox=inbox,
+        outbox=outbox,
+        walks=walks,
+        scheduler=MicroScheduler(graph, engine, limits, batch_with),
+        teardown=teardown,
+        counters=StepCounters(gauges),
+        age=StepAge(),
+    )
+    return Worker(parts, overlap=settings.overlap, clock=clock), parts
+
+
+def _batch_with(node: NodeSubmodule, key: ReadyKey) -> frozenset[str]:
+    policy = node.get_chunking_policy(key.walk)
+    return frozenset() if policy is None else frozenset(policy.batch_with)
+
+
+def _input_partitions(compiled: CompiledGraph, rank: int) -> dict[str, list[str]]:
+    takers: dict[str, list[str]] = {}
+    for partition in compiled.partitions:
+        if rank in partition.ranks:
+            for name in partition.externals:
+                takers.setdefault(name, []).append(partition.name)
+    return takers

@@ -1,0 +1,100 @@
+"""The requests of one worker: what each was opened with, which walks are still to run, and columns by handle.
+
+Runs on the worker's loop thread. A request object is touched when it arrives, changes walk or leaves, never per step;
+what a step needs is in the columns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mstar.communication.messages import FinishReason, OpenRequest, StartWalk
+
+
+@dataclass(slots=True)
+class PartitionRun:
+    """Where one partition of a request is: `pending` walks are run after the current one without asking the front."""
+
+    pending: deque[str]
+    last: bool
+    reason: FinishReason = "length"
+    finished: bool = False
+    """The node said that the partition has produced what was asked: pending walks are skipped."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request on this worker. `starts` holds its walks while it waits for room."""
+
+    rid: str
+    handle: int
+    open: OpenRequest
+    prompt_ids: np.ndarray | None
+    spans_workers: bool = False
+    """The front waits for `Opened` before it starts walks anywhere."""
+    starts: list[StartWalk] = field(default_factory=list)
+    partitions: dict[str, PartitionRun] = field(default_factory=dict)
+    admitted: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return 0 if self.prompt_ids is None else len(self.prompt_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most tokens it can hold: the last sampled token is never cached, and is counted all the same."""
+        return self.num_prompt_tokens + self.open.sampling.max_tokens
+
+
+class RequestTable:
+    """Requests by handle, with the columns of the loop.
+
+    `in_steps` int32 [capacity]: steps that hold the row, enqueued or armed. `removing` bool [capacity].
+    `emitted` int64 [signals, capacity]: values emitted so far, by signal in order of first use.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._by_handle: list[Request | None] = [None] * capacity
+        self._signals: dict[str, int] = {}
+        self.in_steps = np.zeros(capacity, np.int32)
+        self.removing = np.zeros(capacity, np.bool_)
+        self.emitted = np.zeros((0, capacity), np.int64)
+        self.num_open = 0
+
+    def put(self, request: Request) -> None:
+        self._by_handle[request.handle] = request
+        self.in_steps[request.handle] = 0
+        self.removing[request.handle] = False
+        self.emitted[:, request.handle] = 0
+
+    def __getitem__(self, handle: int) -> Request:
+        request = self._by_handle[handle]
+        if request is None:
+            raise KeyError(f"no request behind handle {handle}")
+        return request
+
+    def drop(self, handle: int) -> None:
+        self._by_handle[handle] = None
+        self.removing[handle] = False
+
+    def handles(self) -> list[int]:
+        return [request.handle for request in self._by_handle if request is not None]
+
+    def count_emits(self, signal: str, handles: np.ndarray) -> None:
+        """One more value of `signal` for each handle (each at most once per call)."""
+        index = self._signals.get(signal)
+        if index is None:
+            index = self._signals[signal] = len(self._signals)
+            self.emitted = np.vstack([self.emitted, np.zeros((1, self.emitted.shape[1]), np.int64)])
+        self.emitted[index, handles] += 1
+
+    def emits(self, handle: int) -> dict[str, int]:
+        """Values emitted for a request so far, by signal."""
+        return {
+            name: int(self.emitted[index, handle])
+            for name, index in self._signals.items()
+            if self.emitted[index, handle]
+        }

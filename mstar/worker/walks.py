@@ -1,0 +1,118 @@
+"""A request's walks on this worker: the plan is known, so the worker goes from one to the next alone.
+
+Runs on the worker's loop thread. Each worker of a partition runs the plan for its own nodes; values cross by edges.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from mstar.communication import host_tensors
+from mstar.communication.messages import WalkDone
+from mstar.communication.tensor_store import TensorStore
+from mstar.graph.protocol import GraphRuntime, ReadyKey, Routed
+from mstar.worker.requests import PartitionRun, Request, RequestTable
+
+
+class WalkRunner:
+    """Enters walks, and says when a partition's part on this worker is over."""
+
+    def __init__(
+        self,
+        *,
+        graph: GraphRuntime,
+        store: TensorStore,
+        requests: RequestTable,
+        loops: Mapping[ReadyKey, Sequence[str]],
+        partition_of: Mapping[str, str],
+        input_partitions: Mapping[str, Sequence[str]],
+        rank: int,
+    ) -> None:
+        """`loops`: enclosing loops of each key, innermost first. `partition_of`: partition of each node.
+        `input_partitions`: which partitions of this worker take a request input, by its name."""
+        self._graph = graph
+        self._store = store
+        self._requests = requests
+        self._loops = loops
+        self._partition_of = partition_of
+        self._input_partitions = input_partitions
+        self._rank = rank
+        self._stopping: set[tuple[int, str]] = set()
+        self.done: list[WalkDone] = []
+        """Reports to send behind the frames of this tick."""
+
+    @staticmethod
+    def pending(walks: Iterable[str]) -> deque[str]:
+        return deque(walks)
+
+    def open(self, request: Request, partition: str) -> None:
+        """Enter the first walk of a partition. The first partition that starts binds the request's inputs for all."""
+        run = request.partitions[partition]
+        walk = run.pending.popleft() if run.pending else None
+        if len(request.partitions) == 1:
+            self._bind_inputs(request)
+        self._graph.add(request.handle, partition, walk, request.open.limits)
+
+    def _bind_inputs(self, request: Request) -> None:
+        for name, value in request.open.inputs.items():
+            for partition in self._input_partitions.get(name, ()):
+                self._graph.persist(request.handle, partition, name, self._store.put(host_tensors.to_torch(value)))
+
+    def walk_ended(self, handle: int, partition: str, routed: Routed) -> None:
+        """This worker's part of a walk is over: enter the next of the plan, or report."""
+        self.next_walk(self._requests[handle], partition, routed)
+
+    def next_walk(self, request: Request, partition: str, routed: Routed) -> None:
+        """Enter the next walk; without one left, end the partition's streams and report. A walk that has nothing to run
+        here is reported by the runtime's `collect`, like any other end."""
+        run = request.partitions[partition]
+        if run.pending and not run.finished:
+            self._graph.set_walk(request.handle, partition, run.pending.popleft())
+            return
+        if run.last or run.finished:
+            self._graph.end_streams(request.handle, partition, routed)
+        self._stopping.discard((request.handle, partition))
+        self.done.append(
+            WalkDone(
+                rid=request.rid,
+                partition=partition,
+                rank=self._rank,
+                reason=run.reason,
+                emits=self._requests.emits(request.handle),
+                num_computed_prompt_tokens=request.num_prompt_tokens,
+            )
+        )
+
+    def stop(self, request: Request, partition: str) -> None:
+        """The front found a stop string: the partition ends with the step that is in flight, or the next."""
+        run = request.partitions.get(partition)
+        if run is not None and not run.finished:
+            self._finish(run)
+            self._stopping.add((request.handle, partition))
+
+    def finish_rows(self, key: ReadyKey, rows: Sequence[int]) -> None:
+        """The node has said that these rows' partition has produced what was asked."""
+        partition = self._partition_of[key.node]
+        for row in rows:
+            self._finish(self._requests[row].partitions[partition])
+
+    def stopping(self, key: ReadyKey, rows: Sequence[int]) -> list[int]:
+        """Positions in `rows` whose partition the front has stopped."""
+        if not self._stopping:
+            return []
+        partition = self._partition_of[key.node]
+        return [index for index, row in enumerate(rows) if (row, partition) in self._stopping]
+
+    def loops_around(self, key: ReadyKey) -> Sequence[str]:
+        """Loops that enclose a node in a walk, innermost first."""
+        return self._loops[key]
+
+    def forget(self, handle: int) -> None:
+        if self._stopping:
+            self._stopping = {(row, partition) for row, partition in self._stopping if row != handle}
+
+    @staticmethod
+    def _finish(run: PartitionRun) -> None:
+        run.finished = True
+        run.reason = "stop"

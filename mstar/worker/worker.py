@@ -1,0 +1,290 @@
+"""The worker's loop: nine stages, two variables.
+
+One `Worker` per rank, on one thread. `cur` is the step on the device, `nxt` the one being built. The loop holds the
+order of the stages; everything else belongs to the part named in the stage. `tick` overlaps planning with the device;
+`tick_plain` is the same work without overlap: the specification that `tick` must equal in its outputs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from mstar.communication.bus import Bus
+from mstar.engine.engine import Engine
+from mstar.engine.execution import Step, StepPart
+from mstar.engine.submodule import StopDecision
+from mstar.graph.protocol import Gate, GraphRuntime, Routed
+from mstar.profile.phases import NoPhaseClock, PhaseClock
+from mstar.worker.heartbeat import StepAge
+from mstar.worker.inbox import Inbox
+from mstar.worker.micro_scheduler import MicroScheduler
+from mstar.worker.outbox import Outbox
+from mstar.worker.step_counters import StepCounters
+from mstar.worker.teardown import Teardown
+from mstar.worker.walks import WalkRunner
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What a worker is made of, wired by the composition root; each part owns its state."""
+
+    bus: Bus
+    graph: GraphRuntime
+    engine: Engine
+    inbox: Inbox
+    outbox: Outbox
+    walks: WalkRunner
+    scheduler: MicroScheduler
+    teardown: Teardown
+    counters: StepCounters
+    age: StepAge
+
+
+class Worker:
+    """See the module docstring. `overlap=False` runs the plain loop."""
+
+    def __init__(self, parts: WorkerParts, *, overlap: bool, clock: PhaseClock | None = None) -> None:
+        self._parts = parts
+        self._overlap = overlap
+        self._clock: PhaseClock = clock if clock is not None else NoPhaseClock()
+        self._cur: Step | None = None
+        self._stops: list[tuple[StepPart, StopDecision]] = []
+
+    def run(self) -> None:
+        """Until `Shutdown`. Blocks on the bus whenever there is neither a step nor a row to run."""
+        tick = self.tick if self._overlap else self.tick_plain
+        while not self._parts.inbox.closing:
+            if not tick() and not self._parts.inbox.closing:
+                self._rest()
+
+    def tick_plain(self) -> bool:
+        """Schedule, run, finish: one step from composition to routing. False: nothing to do."""
+        mark = self._clock.mark
+        self._clock.begin()
+        self.teardown()
+        mark("teardown")
+        self.intake()
+        mark("intake")
+        step = self.compose(None)
+        mark("compose")
+        step = self.preplan(step)
+        mark("preplan")
+        if step is not None:
+            self.submit(step, None)
+            mark("submit")
+            self.await_gpu(step, None)
+            mark("await_gpu")
+            self.event_sync(step)
+            mark("event_sync")
+            self.check_stop(step)
+            mark("check_stop")
+            self.route(step, None)
+            mark("route")
+        self._clock.end(step is not None)
+        return step is not None
+
+    def tick(self) -> bool:
+        """Build the step after `cur` while the device runs `cur`, submit it, then finish `cur`."""
+        mark = self._clock.mark
+        cur = self._cur
+        self._clock.begin()
+        self.teardown()
+        mark("teardown")
+        self.intake()
+        mark("intake")
+        nxt = self.compose(cur)
+        mark("compose")
+        nxt = self.preplan(nxt)
+        mark("preplan")
+        if cur is not None:
+            nxt = self.await_gpu(cur, nxt)
+            mark("await_gpu")
+        ended = cur is not None and cur.event is not None and cur.event.done()
+        if cur is not None and ended:
+            self.event_sync(cur)
+            mark("event_sync")
+            self.check_stop(cur)
+            nxt = self.drop_unwanted(nxt)
+            mark("check_stop")
+        if nxt is not None:
+            self.submit(nxt, cur)
+            mark("submit")
+        if cur is not None:
+            if not ended:
+                self.event_sync(cur)
+                mark("event_sync")
+                self.check_stop(cur)
+                mark("check_stop")
+            self.route(cur, nxt)
+            mark("route")
+        self._cur = nxt
+        self._clock.end(cur is not None)
+        return cur is not None or nxt is not None
+
+    def teardown(self) -> None:
+        """Removals of rows that no step holds any more; the room they leave lets waiting requests in."""
+        if self._parts.teardown.run():
+            self._parts.inbox.enter()
+
+    def intake(self) -> None:
+        """Messages since the last tick."""
+        messages = self._parts.bus.receive()
+        if messages:
+            self._parts.inbox.apply(messages)
+            self._parts.outbox.flush_cold()
+
+    def compose(self, cur: Step | None) -> Step | None:
+        """Rows that go on from `cur`, with fresh rows of the same node, or another node's turn."""
+        step, failed = self._parts.scheduler.compose(cur)
+        if failed:
+            self._fail_rows(failed)
+        if step is not None:
+            self._parts.teardown.hold(step.handles)
+        return step
+
+    def preplan(self, step: Step | None) -> Step | None:
+        """Reserve, plan and advance. Rows that ran short are held back, and the step is built without them later."""
+        if step is None:
+            return None
+        if step.failed:
+            self._undo(step)
+            return None
+        outcome = self._parts.engine.admit(step)
+        if not outcome.ok:
+            self._undo(step)
+            self._parts.teardown.hold_back(outcome.refused)
+            return None
+        self._parts.engine.plan(step)
+        return step
+
+    def await_gpu(self, cur: Step, nxt: Step | None) -> Step | None:
+        """The host part of `cur` has returned. If a row of `nxt` goes on from one that failed, `nxt` is abandoned
+        whole: there is no partial reconcile."""
+        event = cur.event
+        assert event is not None
+        event.wait()
+        self._parts.engine.finish(cur)
+        if nxt is not None and cur.failed and not cur.failed.keys().isdisjoint(nxt.handles.tolist()):
+            self.abandon(nxt)
+            return None
+        return nxt
+
+    def submit(self, step: Step, before: Step | None) -> None:
+        """Hand the step to the device; its transaction closes."""
+        step.submitted_ns = time.monotonic_ns()
+        self._parts.age.since_ns = step.submitted_ns
+        self._parts.engine.submit(step)
+        self._parts.counters.submitted(step, before)
+
+    def event_sync(self, cur: Step) -> None:
+        """`cur` has ended on the device: its host rows are readable."""
+        event = cur.event
+        assert event is not None
+        event.wait()
+        self._parts.age.since_ns = 0
+
+    def check_stop(self, cur: Step) -> None:
+        """Which loops end, by host rows and by the front's wish."""
+        self._stops = self._parts.engine.check_stop(cur)
+        for part in cur.parts:
+            wished = self._parts.walks.stopping(part.taken.key, part.taken.rows)
+            if wished:
+                self._stops.append((part, StopDecision(np.asarray(wished), loop=None, finish=True)))
+
+    def drop_unwanted(self, nxt: Step | None) -> Step | None:
+        """`nxt` is not worth a forward when every row in it has just stopped."""
+        if nxt is None or not self._stops:
+            return nxt
+        stopped = {part.taken.rows[i] for part, decision in self._stops for i in decision.index.tolist()}
+        if stopped.issuperset(nxt.handles.tolist()):
+            self.abandon(nxt)
+            return None
+        return nxt
+
+    def route(self, cur: Step, nxt: Step | None) -> None:
+        """Complete in the graph, publish, settle what was speculated on top, and send one message per destination."""
+        parts = self._parts
+        routed = Routed()
+        handles = cur.handles
+        removed = parts.teardown.removing(handles)
+        gone = cur.dropped.union(cur.failed, removed) if removed or cur.failed or cur.dropped else cur.dropped
+        ended = self._end_loops(gone)
+        for part in cur.parts:
+            self._complete(cur, part, gone, routed)
+        keep = np.fromiter((row not in gone for row in handles.tolist()), np.bool_, len(handles)) if gone else None
+        parts.engine.publish(cur, keep)
+        if nxt is not None:
+            ended.update(gone)
+            for spec_id, part in zip(nxt.spec_ids, nxt.parts, strict=False):
+                kept = [row for row in part.taken.rows if row not in ended]
+                parts.graph.spec_settle(spec_id, kept)
+                if len(kept) < len(part.taken.rows):
+                    nxt.dropped.update(row for row in part.taken.rows if row in ended)
+        if cur.failed:
+            self._fail_rows({row: why for row, why in cur.failed.items() if row not in cur.dropped})
+        for handle, partition in routed.walk_done:
+            parts.walks.walk_ended(handle, partition, routed)
+        parts.outbox.flush(cur, routed)
+        parts.teardown.release(handles)
+
+    def abandon(self, nxt: Step) -> None:
+        """Undo an armed step exactly once: rows and stream chunks go back to the front of their queues."""
+        self._parts.engine.abandon(nxt)
+        self._parts.counters.abandoned()
+        self._undo(nxt)
+
+    def _undo(self, step: Step) -> None:
+        self._parts.scheduler.put_back(step)
+        self._parts.teardown.release(step.handles)
+
+    def _end_loops(self, gone: set[int]) -> set[int]:
+        """Tell the graph which loops end with this step; returns the rows concerned."""
+        parts = self._parts
+        ended: set[int] = set()
+        for part, decision in self._stops:
+            key = part.taken.key
+            rows = [row for i in decision.index.tolist() if (row := part.taken.rows[i]) not in gone]
+            loops = parts.walks.loops_around(key) if decision.finish else ([decision.loop] if decision.loop else [])
+            for loop in loops:
+                parts.graph.stop_loops(rows, [loop] * len(rows))
+            if decision.finish:
+                parts.walks.finish_rows(key, rows)
+            ended.update(rows)
+        self._stops = []
+        return ended
+
+    def _complete(self, cur: Step, part: StepPart, gone: set[int], routed: Routed) -> None:
+        taken = part.taken
+        ids = cur.outputs.ids_of(part)
+        rows = taken.rows
+        if gone and not gone.isdisjoint(rows):
+            kept = [i for i, row in enumerate(rows) if row not in gone]
+            lost = [row for row in rows if row in gone and row not in cur.dropped]
+            if lost:
+                self._parts.graph.fail(lost)
+            rows = [rows[i] for i in kept]
+            ids = {name: [column[i] for i in kept] for name, column in ids.items()}
+        if rows:
+            self._parts.graph.complete(taken.key, rows, ids, routed)
+
+    def _fail_rows(self, failed: dict[int, str]) -> None:
+        for handle, why in failed.items():
+            self._parts.graph.gate([handle], Gate.FAILED, True)
+            self._parts.outbox.fail_handle(handle, why)
+        self._parts.outbox.flush_cold()
+
+    def close(self) -> None:
+        """The step on the device ends before its memory goes."""
+        if self._cur is not None and self._cur.event is not None:
+            self._cur.event.wait()
+        self._parts.engine.close_executor()
+        self._parts.outbox.close()
+
+    def _rest(self) -> None:
+        """Nothing to run: publish the gauges and block until a message comes."""
+        self._parts.counters.refresh(self._parts.age)
+        self._parts.outbox.rest()
+        self._parts.bus.wait(None)
