@@ -130,9 +130,11 @@ def test_a_directory_without_any_tokenizer_says_so(tmp_path: Path):
 
 def test_a_damaged_tokenizer_is_named(directory: Path):
     path = directory / "tokenizer.json"
-    path.write_text(path.read_text()[:-50])
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
-        _written(directory)
+    whole = path.read_text()
+    for text, complaint in ((whole[:-50], "is damaged"), ("[]", "has no model"), ("3", "is damaged")):
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=rf"tokenizer\.json is .*{complaint}|tokenizer\.json {complaint}"):
+            _written(directory)
 
 
 def test_a_gguf_vocabulary_gives_the_tokenizer_that_it_was_made_from(tmp_path: Path):
