@@ -100,7 +100,7 @@ class WalkAssembler:
             num_positions=size,
             many=tuple(many),
             readers=tuple(readers),
-            caches=tuple(signal.accumulated for signal in self._caches),
+            caches=tuple(signal.many for signal in self._caches),
             externals=tuple(
                 External(found.registers[0].position, found.name, found.name in found.node.node.optional_inputs)
                 for found in registers
@@ -154,6 +154,14 @@ class WalkAssembler:
                     found.name,
                     tuple(register.position for register in reversed(found.registers)),
                     many[found.registers[0].position],
+                    next(
+                        (
+                            back.position
+                            for back in found.backs
+                            if back.edge.scope is node.scope and found.name not in renewed
+                        ),
+                        -1,
+                    ),
                 )
                 for found in own
             ),
@@ -206,9 +214,7 @@ class WalkAssembler:
                 if loop in found.node.around
                 for position in found.dropped_by(loop)
             ),
-            outputs=tuple(
-                (self._caches[signal], signal.many, self._route(signal)) for signal in self._signals.of_unit[loop]
-            ),
+            outputs=tuple((self._caches[signal], self._route(signal)) for signal in self._signals.of_unit[loop]),
         )
 
     def _route(self, signal: Signal) -> Route:
@@ -224,6 +230,7 @@ class WalkAssembler:
                 local.append(found.registers[0].position)
         takers = self._tables.takers[self._partition.name]
         return Route(
+            key=ReadyKey(signal.origin.name, self._layout.walk),
             signal=signal.name,
             local=tuple(local),
             following=tuple(following),
@@ -247,7 +254,7 @@ class WalkAssembler:
 
     def _persist_op(self, name: str, takers: Mapping[str, frozenset[str]]) -> PersistOp:
         ranks = {self._tables.placement[node] for node in takers[name]}
-        slot = self._tables.slots[SlotRef(self._partition.name, "", name)]
+        slot = self._tables.slots[SlotRef(self._layout.walk, "", name)]
         return PersistOp(
             name, self._rank in ranks, tuple(RemoteEdge(rank, slot) for rank in sorted(ranks - {self._rank}))
         )
@@ -261,7 +268,7 @@ class WalkAssembler:
         for name, signal in self._signals.persisted.items():
             at = {self._tables.placement[node] for node in self._tables.takers[self._partition.name][name]}
             if self._rank in at and self._rank_of(signal.origin) != self._rank:
-                arriving.append((self._tables.slots[SlotRef(self._partition.name, "", name)], -1, name))
+                arriving.append((self._tables.slots[SlotRef(self._layout.walk, "", name)], -1, name))
         if self._partition.markers is not None and self._rank != self._partition.lead_rank:
             arriving.append((self._partition.markers.passes[self._layout.walk], -1, ""))
         return {slot: Arrival(1 << i, position, name) for i, (slot, position, name) in enumerate(arriving)}

@@ -50,7 +50,8 @@ def compile_walks(walks: Walks, topology: PartitionTopology, placement: Mapping[
         partition.name: tuple(sorted({placed[node] for node, owner in node_owner.items() if owner == partition.name}))
         for partition in topology.partitions
     }
-    slots = _slots(layouts, topology, takers, ranks)
+    owned_slots = _slots(layouts, topology, signals, ranks)
+    slots = tuple(slot for slot, _ in owned_slots)
     slot_index = {slot: i for i, slot in enumerate(slots)}
     walk_names = tuple(layouts)
     partitions = tuple(
@@ -72,6 +73,7 @@ def compile_walks(walks: Walks, topology: PartitionTopology, placement: Mapping[
             sorted({edge.name for layout in layouts.values() for unit in layout.units for edge in unit.edges})
         ),
         partitions=partitions,
+        slot_partitions=tuple(owner for _, owner in owned_slots),
         programs=programs,
         placement=placed,
         text=describe(walks, topology, placed),
@@ -125,21 +127,24 @@ def _takers(
 def _slots(
     layouts: Mapping[str, WalkLayout],
     topology: PartitionTopology,
-    takers: Mapping[str, Mapping[str, frozenset[str]]],
+    signals: Mapping[str, WalkSignals],
     ranks: Mapping[str, tuple[int, ...]],
-) -> tuple[SlotRef, ...]:
-    slots = [
-        SlotRef(walk, node.name, name)
-        for walk, layout in layouts.items()
-        for node in layout.nodes.values()
-        for name in node.node.input_names
-    ]
-    for partition in topology.partitions:
-        slots += [SlotRef(partition.name, "", name) for name in sorted(takers[partition.name])]
+) -> list[tuple[SlotRef, int]]:
+    """All slots, each with the index of its partition."""
+    slots: list[tuple[SlotRef, int]] = []
+    for index, partition in enumerate(topology.partitions):
+        refs = [
+            SlotRef(walk, node.name, name)
+            for walk in partition.walks
+            for node in layouts[walk].nodes.values()
+            for name in node.node.input_names
+        ]
+        refs += [SlotRef(walk, "", name) for walk in partition.walks for name in sorted(signals[walk].persisted)]
         if partition.stream_fed and len(ranks[partition.name]) > 1:
-            slots += [SlotRef(partition.name, "", _pass_name(walk)) for walk in partition.walks]
-            slots.append(SlotRef(partition.name, "", _PASSES_END))
-    return tuple(slots)
+            refs += [SlotRef(partition.name, "", _pass_name(walk)) for walk in partition.walks]
+            refs.append(SlotRef(partition.name, "", _PASSES_END))
+        slots += [(ref, index) for ref in refs]
+    return slots
 
 
 _PASSES_END = "<end of passes>"

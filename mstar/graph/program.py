@@ -59,6 +59,8 @@ class Route:
     may be `LIVE_COLUMN`, because no one but the node that made it reads it again.
     """
 
+    key: ReadyKey
+    """The node that made the value."""
     signal: str
     local: tuple[int, ...] = ()
     following: tuple[int, ...] = ()
@@ -72,11 +74,13 @@ class Route:
 
 
 class InputProgram(NamedTuple):
-    """An input of a node: the registers it is read from, the first filled one wins. `many`: it holds a list."""
+    """An input of a node: the registers it is read from, the first filled one wins. `many`: it holds a list. `coming`
+    is where its value for the next iteration waits, if another unit makes it (-1: nowhere)."""
 
     name: str
     positions: tuple[int, ...]
     many: bool
+    coming: int
 
 
 class StreamInput(NamedTuple):
@@ -137,8 +141,8 @@ class LoopProgram:
     """(from, to) positions of its loop-backs."""
     drops: tuple[int, ...]
     """Positions to empty when it ends: inputs held for it, and loop-backs that no iteration will take."""
-    outputs: tuple[tuple[int, bool, Route], ...]
-    """(cache, accumulated, route) of each value that leaves at its end."""
+    outputs: tuple[tuple[int, Route], ...]
+    """(cache, route) of each value that leaves at its end."""
 
 
 class External(NamedTuple):
@@ -175,7 +179,7 @@ class WalkProgram:
     readers: tuple[int, ...]
     """Per position: index of the node that reads it."""
     caches: tuple[bool, ...]
-    """Per cache: it accumulates."""
+    """Per cache: it holds a list."""
     externals: tuple[External, ...]
     arrivals: Mapping[int, Arrival]
     """By index into `CompiledGraph.slots`."""
@@ -237,6 +241,8 @@ class CompiledGraph:
     streams: tuple[StreamProgram, ...]
     signals: tuple[str, ...]
     partitions: tuple[PartitionProgram, ...]
+    slot_partitions: tuple[int, ...]
+    """Per slot, the index of its partition."""
     programs: Mapping[tuple[str, int], WalkProgram]
     placement: Mapping[str, int]
     text: str = field(repr=False)
@@ -257,6 +263,9 @@ class CompiledGraph:
     def keys_on(self, rank: int) -> tuple[ReadyKey, ...]:
         """What this worker can run: its nodes in each of their walks."""
         return tuple(node.key for (_, at), program in self.programs.items() if at == rank for node in program.nodes)
+
+    def keys_everywhere(self) -> tuple[ReadyKey, ...]:
+        return tuple(node.key for program in self.programs.values() for node in program.nodes)
 
     def loops_around(self, key: ReadyKey) -> tuple[str, ...]:
         """Names of the loops around a node in a walk, innermost first.

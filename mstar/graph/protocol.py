@@ -40,7 +40,10 @@ class Gate(enum.IntFlag):
 
 
 class SlotRef(NamedTuple):
-    """An input slot. `CompiledGraph.slots` lists them, in the same order on every worker; the index is the slot's id."""
+    """Where a value from another worker goes: an input, or with an empty `node` the signal `name` that `walk` persists.
+
+    `CompiledGraph.slots` lists them, in the same order on every worker; the index is the slot's id.
+    """
 
     walk: str
     node: str
@@ -50,10 +53,9 @@ class SlotRef(NamedTuple):
 class Cols(NamedTuple):
     """Edge values that arrived from elsewhere, one entry per value.
 
-    `slots` index `CompiledGraph.slots`; a slot with an empty node name is the persisted signal `name` of that
-    partition (`walk` then holds the partition), or a marker between the workers of a stream-fed partition (no ids).
-    `counts[i]` values of row i follow each other in `ids` (1, except for an accumulated loop output or a marker).
-    An id `NO_TENSOR` says that the producer made no value.
+    `slots` index `CompiledGraph.slots`. `counts[i]` values of row i follow each other in `ids`: 1, except
+    for an accumulated loop output, or a marker between the workers of a stream-fed partition, which has none. An id
+    `NO_TENSOR` says that the producer made no value.
     """
 
     handles: Sequence[int]
