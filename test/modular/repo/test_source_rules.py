@@ -9,6 +9,11 @@ from support.source_rules import RULES, catches_everything
 
 # Who may catch everything, and why. An entry without such a handler is stale and fails too.
 MAY_CATCH_EVERYTHING: dict[str, str] = {
+    "mstar/conductor/conductor.py": "per-message guard: fails the request that the message named",
+    "mstar/conductor/handle.py": "entry of a request: whatever goes wrong starting it is that request's 500",
+    "mstar/conductor/preprocess_worker.py": "per-message guard: a model's prompt hook fails its own request",
+    "mstar/engine/step_builder.py": "guards around a model's hooks: a row's hook fails its row, a batch's its step",
+    "mstar/launch/child.py": "entry of every child process: logs why it ends",
     "mstar/platforms/executor.py": "what a step's work raises belongs to the step's owner, on another thread",
     "mstar/worker/inbox.py": "per-message guard: fails the request that the message named, keeps the rest of the queue",
 }
