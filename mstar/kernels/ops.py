@@ -22,6 +22,7 @@ Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view
     paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, out=None, causal=True)
     silu_and_mul(gate_up, out=None)                                     [tokens, 2w] -> [tokens, w]
     greedy(logits, out=None)                                            [rows, vocab] -> int32 [rows]
+    record(forward)                                                     -> (Tape, what forward returned)
 
 Shapes: ``k_pages, v_pages [pages, page_size, kv_heads, head_dim]``, ``block_table int32 [rows, max_pages]``,
 ``slots int32 [tokens]`` (page × page_size + offset, negative writes nothing), ``positions int32 [tokens]``,
@@ -32,6 +33,8 @@ step wrote, ``q_starts int32 [rows + 1]``. Activations and weights are bf16 or f
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,8 +42,12 @@ from torch import Tensor
 from mstar import envs
 from mstar.kernels import reference
 from mstar.kernels.cpu import build
+from mstar.kernels.cpu.library import Library
 from mstar.kernels.cpu.native import NativeKernels
 from mstar.kernels.packed import PackedLinear
+from mstar.kernels.tape import RecordError, Tape
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +70,28 @@ def select_kernels(choice: str | None = None) -> str:
     library = None
     if choice != "torch":
         try:
-            library = NativeKernels(build.load_or_build(envs.CACHE_DIR.get()))
+            library = NativeKernels(Library(build.load_or_build(envs.CACHE_DIR.get())))
         except (build.BuildError, OSError) as error:
             if choice == "native":
                 raise
             logger.warning("CPU kernels fall back to torch, several times slower: %s", error)
     _native, _selected = library, "torch" if library is None else "native"
     return _selected
+
+
+def record(forward: Callable[[], T]) -> tuple[Tape, T]:
+    """Run ``forward`` once and return its kernel calls as a `Tape`, with what it returned.
+
+    ``tape.replay()`` then repeats the calls in one step outside the interpreter, into the same returned tensors. The
+    forward may allocate and view tensors and call the operations of this module. Cheap: one eager run.
+
+    Raises:
+        RecordError: the forward used another torch operation or an operation without a compiled kernel, or the
+            process runs the torch kernels.
+    """
+    if _native is None:
+        raise RecordError("the torch kernels cannot be recorded")
+    return _native.library.record(forward)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:

@@ -2,183 +2,218 @@
 //
 // A query's result depends on its own row only: tiles are cut at multiples of TILE from the row's first key, taken in
 // order, and a query stops at its last visible key. Decode and prefill of any length give the same bits.
-#include <omp.h>
-
+#include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "pool.h"
 #include "tile.h"
 
 namespace mstar {
 namespace {
 
 constexpr int64_t MAX_QUERIES = 48;  // query vectors that share one packing of a tile
+constexpr int64_t GRAIN = 1 << 16;      // products that are worth another thread
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-struct Shape {
+// The arguments of the call, in order.
+template <class T> struct Call {
     int64_t threads, rows, heads, kv_heads, dim, page_size, num_pages, max_pages;  // max_pages: width of the table
     int64_t q_stride, out_stride, causal, is_bf16;                                 // strides of a token
     double scale;
-};
-
-template <class T> struct Pointers {
     const T *q, *k_pages, *v_pages;
     const int32_t *block_table, *kv_lens, *q_starts;
     T* out;
+
+    int64_t visible_keys(int64_t row, int64_t token) const {
+        const int64_t q_len = q_starts[row + 1] - q_starts[row];
+        const int64_t keys = causal ? kv_lens[row] - q_len + token + 1 : kv_lens[row];
+        return keys < 0 ? 0 : keys;
+    }
 };
 
-// Tokens [first, end) of `row`'s queries.
-struct Span {
-    int64_t row, first, end;
+// Tokens [first, end) of a row's queries with one kv head's share of the heads, over keys [0, keys).
+struct Task {
+    int64_t row, first, end, kv_head, keys;
 };
 
-int64_t visible_keys(const Shape& s, int64_t kv_len, int64_t q_len, int64_t token) {
-    const int64_t keys = s.causal ? kv_len - q_len + token + 1 : kv_len;
-    return keys < 0 ? 0 : keys;
+template <class T> void find_tile(const Call<T>& c, const Task& task, int64_t start, Tile<T>& tile) {
+    const int32_t* page = c.block_table + task.row * c.max_pages + start / c.page_size;
+    const int64_t step = c.kv_heads * c.dim;
+    tile.present = task.keys - start < TILE ? task.keys - start : TILE;
+    int64_t offset = start % c.page_size;
+    for (int64_t j = 0; j < tile.present; page++, offset = 0) {
+        int64_t at = ((*page * c.page_size + offset) * c.kv_heads + task.kv_head) * c.dim;
+        for (; offset < c.page_size && j < tile.present; offset++, j++, at += step) {
+            tile.keys[j] = c.k_pages + at;
+            tile.values[j] = c.v_pages + at;
+        }
+    }
 }
 
-// One row of scores -> probabilities in place, the rest of the tile zero. Returns by how much older sums shrink.
+// Scores of `keys` keys -> probabilities, those of the other keys of the tile zero. Returns by how much sums of earlier
+// tiles shrink.
 template <class T> float soften(float* scores, T* probs, int64_t keys, float scale, float& top, float& total) {
-    vf lanes = splat(-std::numeric_limits<float>::infinity());
+    for (int64_t j = keys; j < TILE; j++) scores[j] = LOWEST;
+    vf lanes = splat(LOWEST);
     for (int64_t j = 0; j < TILE; j += VW) {
-        vf s = load<vf>(scores + j) * scale;
-        vi index;
-        for (int i = 0; i < VW; i++) index[i] = int32_t(j + i);
-        s = index < vi{} + int32_t(keys) ? s : splat(-std::numeric_limits<float>::infinity());
-        store(scores + j, s);
+        const vf s = load<vf>(scores + j) * scale;
         lanes = s > lanes ? s : lanes;
     }
-    float high = top;
-    for (int i = 0; i < VW; i++) high = lanes[i] > high ? lanes[i] : high;
+    const float tile_top = largest(lanes), high = tile_top > top ? tile_top : top;
     vf mass{};
     for (int64_t j = 0; j < TILE; j += VW) {
-        vf p = exp(load<vf>(scores + j) - high);
+        const vf p = exp(load<vf>(scores + j) * scale - high);
         mass += p;
         store_vector(probs + j, p);
     }
-    const float shrink = exp(splat(top - high))[0];
+    const float shrink = std::exp(top - high);
     total = total * shrink + sum(mass);
     top = high;
     return shrink;
 }
 
-template <class T> void attend(const Shape& s, const Pointers<T>& p, const Span& span, int64_t kv_head) {
-    const int64_t group = s.heads / s.kv_heads, words = (s.dim + WORD<T> - 1) / WORD<T>;
-    const int64_t padded_dim = (s.dim + VW - 1) / VW * VW, width = words * WORD<T>;
-    const int64_t row_start = p.q_starts[span.row], q_len = p.q_starts[span.row + 1] - row_start;
-    const int64_t kv_len = p.kv_lens[span.row], queries = (span.end - span.first) * group;
+// One thread's buffers for a task.
+template <class T> struct Buffers {
+    uint32_t *keys, *values;
+    T* q;           // [queries][width]
+    float* sums;    // [queries][padded_dim]
+    float* scores;  // [queries][TILE]
+    T* probs;       // [queries][TILE]
+    float* top;     // [queries] largest score so far
+    float* total;   // [queries] sum of exp(score - top)
+    T* zeros;       // [padded_dim]
 
-    static thread_local Scratch scratch;
-    const int64_t sizes[] = {TILE * words * 4, padded_dim * TILE * 4 / WORD<T>, queries * width * int64_t(sizeof(T)),
-                             queries * padded_dim * 4, queries * TILE * 4, queries * TILE * int64_t(sizeof(T)),
-                             queries * 4, queries * 4};
-    char* parts[9] = {nullptr};
-    int64_t bytes = 0;
-    for (int64_t size : sizes) bytes += (size + 63) / 64 * 64;
-    parts[0] = scratch.reserve(size_t(bytes));
-    for (int i = 0; i < 8; i++) parts[i + 1] = parts[i] + (sizes[i] + 63) / 64 * 64;
-    auto* keys = reinterpret_cast<uint32_t*>(parts[0]);
-    auto* values = reinterpret_cast<uint32_t*>(parts[1]);
-    auto* q = reinterpret_cast<T*>(parts[2]);           // [queries][width]
-    auto* sums = reinterpret_cast<float*>(parts[3]);    // [queries][padded_dim]
-    auto* scores = reinterpret_cast<float*>(parts[4]);  // [queries][TILE]
-    auto* probs = reinterpret_cast<T*>(parts[5]);       // [queries][TILE]
-    auto* top = reinterpret_cast<float*>(parts[6]);     // [queries] largest score so far
-    auto* total = reinterpret_cast<float*>(parts[7]);   // [queries] sum of exp(score - top)
-    std::memset(parts[2], 0, size_t(sizes[2]));
-    std::memset(parts[3], 0, size_t(sizes[3]));
-    for (int64_t i = 0; i < queries; i++) {
-        const T* from = p.q + (row_start + span.first + i / group) * s.q_stride + (kv_head * group + i % group) * s.dim;
-        std::memcpy(q + i * width, from, s.dim * sizeof(T));
-        top[i] = -std::numeric_limits<float>::infinity();
-        total[i] = 0;
-    }
-
-    const int64_t end = visible_keys(s, kv_len, q_len, span.end - 1);
-    for (int64_t start = 0; start < end; start += TILE) {
-        const T *k_rows[TILE], *v_rows[TILE];
-        const int32_t* table = p.block_table + span.row * s.max_pages + start / s.page_size;
-        int64_t offset = start % s.page_size;
-        for (int64_t j = 0; j < TILE; j++, offset++) {
-            if (offset == s.page_size) offset = 0, table++;
-            const bool present = start + j < end;
-            const int64_t at = present ? ((*table * s.page_size + offset) * s.kv_heads + kv_head) * s.dim : 0;
-            k_rows[j] = present ? p.k_pages + at : nullptr;
-            v_rows[j] = present ? p.v_pages + at : nullptr;
+    Buffers(Scratch& scratch, int64_t queries, int64_t width, int64_t padded_dim) {
+        char* base = nullptr;
+        for (int pass = 0; pass < 2; pass++) {  // measure, then lay out
+            char* at = base;
+            auto take = [&](auto*& p, int64_t n) {
+                p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
+                at += (n * int64_t(sizeof(*p)) + 63) / 64 * 64;
+            };
+            take(keys, TILE * width / WORD<T>);
+            take(values, TILE * padded_dim / WORD<T>);
+            take(q, queries * width);
+            take(sums, queries * padded_dim);
+            take(scores, queries * TILE);
+            take(probs, queries * TILE);
+            take(top, queries);
+            take(total, queries);
+            take(zeros, padded_dim);
+            if (!pass) base = scratch.reserve(size_t(at - base));
         }
-        pack_keys(k_rows, s.dim, keys);
-        pack_values(v_rows, s.dim, values);
+        std::memset(q, 0, size_t(queries * width) * sizeof(T));
+        std::memset(sums, 0, size_t(queries * padded_dim) * sizeof(float));
+        std::memset(total, 0, size_t(queries) * sizeof(float));
+        std::memset(zeros, 0, size_t(padded_dim) * sizeof(T));
+        for (int64_t i = 0; i < queries; i++) top[i] = LOWEST;
+    }
+};
 
-        // Queries that see no key of this tile lie before `begin`; the others up to the tile's end or their own last key.
-        int64_t token = span.first;
-        while (visible_keys(s, kv_len, q_len, token) <= start) token++;
-        while (token < span.end) {
-            const int64_t seen = visible_keys(s, kv_len, q_len, token) - start;
-            const int64_t columns = seen < TILE ? seen : TILE;
-            const int64_t token_end = seen < TILE && s.causal ? token + 1 : span.end;
-            const int64_t begin = (token - span.first) * group, count = (token_end - token) * group;
-            for (int64_t i = begin; i < begin + count; i += MR) {
-                const int64_t n = begin + count - i < MR ? begin + count - i : MR;
-                for (int64_t c = 0; c < (columns + VW - 1) / VW; c += NR) {
-                    const int64_t left = (columns + VW - 1) / VW - c;
-                    panel_of<T>(n, left < NR ? left : NR)(q + i * width, width, keys + c * words * VW, words * VW, words,
-                                                          false, scores + i * TILE + c * VW, TILE, true, {});
-                }
+// `tile` holds the task's first tile; on return, `next_task`'s.
+template <class T> void attend(const Call<T>& c, const Task& task, const Task* next_task, Tile<T>& tile) {
+    static thread_local Scratch scratch;
+    const int64_t group = c.heads / c.kv_heads, words = (c.dim + WORD<T> - 1) / WORD<T>, width = words * WORD<T>;
+    const int64_t padded_dim = (c.dim + VW - 1) / VW * VW, queries = (task.end - task.first) * group;
+    const int64_t value_stride = TILE / WORD<T> * VW, first_token = c.q_starts[task.row] + task.first;
+    const Buffers<T> b(scratch, queries, width, padded_dim);
+    for (int64_t i = 0; i < queries; i++)
+        std::memcpy(b.q + i * width, c.q + (first_token + i / group) * c.q_stride + (task.kv_head * group + i % group) * c.dim,
+                    size_t(c.dim) * sizeof(T));
+
+    Tile<T> next;
+    for (int64_t start = 0; start < task.keys || start == 0; start += TILE) {
+        next.present = 0;
+        if (start + TILE < task.keys)
+            find_tile(c, task, start + TILE, next);
+        else if (next_task)
+            find_tile(c, *next_task, 0, next);
+        pack_keys(tile, next, c.dim, b.keys);
+        pack_values(tile, next, c.dim, b.zeros, b.values);
+
+        // Tokens that see no key of this tile come first; then those that see a part, one by one; then the others.
+        int64_t token = task.first;
+        while (token < task.end && c.visible_keys(task.row, token) <= start) token++;
+        while (token < task.end) {
+            const int64_t seen = c.visible_keys(task.row, token) - start, columns = seen < TILE ? seen : TILE;
+            const int64_t token_end = seen < TILE && c.causal ? token + 1 : task.end;
+            const int64_t end = (token_end - task.first) * group;
+            for (int64_t i = (token - task.first) * group; i < end; i += MR) {
+                const int64_t n = end - i < MR ? end - i : MR, vectors = (columns + VW - 1) / VW;
+                for (int64_t j = 0; j < vectors; j += NR)
+                    panel_of<T>(n, vectors - j < NR ? vectors - j : NR)(
+                        b.q + i * width, width, b.keys + j * words * VW, words * VW, words, false,
+                        b.scores + i * TILE + j * VW, TILE, true, {});
                 for (int64_t r = i; r < i + n; r++) {
-                    const float shrink = soften(scores + r * TILE, probs + r * TILE, columns, float(s.scale), top[r], total[r]);
+                    const float shrink =
+                        soften(b.scores + r * TILE, b.probs + r * TILE, columns, float(c.scale), b.top[r], b.total[r]);
                     if (shrink != 1.0f)
-                        for (int64_t d = 0; d < padded_dim; d += VW)
-                            store(sums + r * padded_dim + d, load<vf>(sums + r * padded_dim + d) * shrink);
+                        for (float* sum = b.sums + r * padded_dim; sum < b.sums + (r + 1) * padded_dim; sum += VW)
+                            store(sum, load<vf>(sum) * shrink);
                 }
-                for (int64_t d = 0; d < padded_dim / VW; d += NR) {
-                    const int64_t left = padded_dim / VW - d, stride = TILE / WORD<T> * VW;
-                    panel_of<T>(n, left < NR ? left : NR)(probs + i * TILE, TILE, values + d * stride, stride,
-                                                          columns / WORD<T>, columns % WORD<T> != 0,
-                                                          sums + i * padded_dim + d * VW, padded_dim, false, {});
-                }
+                for (int64_t d = 0; d < padded_dim / VW; d += NR)
+                    panel_of<T>(n, padded_dim / VW - d < NR ? padded_dim / VW - d : NR)(
+                        b.probs + i * TILE, TILE, b.values + d * value_stride, value_stride, columns / WORD<T>,
+                        columns % WORD<T> != 0, b.sums + i * padded_dim + d * VW, padded_dim, false, {});
             }
             token = token_end;
         }
+        tile = next;
     }
 
     for (int64_t i = 0; i < queries; i++) {
-        T* to = p.out + (row_start + span.first + i / group) * s.out_stride + (kv_head * group + i % group) * s.dim;
-        const float inverse = total[i] != 0 ? 1.0f / total[i] : 0.0f;
-        for (int64_t d = 0; d < s.dim; d += VW) {
-            const vf y = load<vf>(sums + i * padded_dim + d) * inverse;
-            if (d + VW <= s.dim)
-                store_vector(to + d, y);
+        T* out = c.out + (first_token + i / group) * c.out_stride + (task.kv_head * group + i % group) * c.dim;
+        const float inverse = b.total[i] != 0 ? 1.0f / b.total[i] : 0.0f;
+        for (int64_t d = 0; d < c.dim; d += VW) {
+            const vf y = load<vf>(b.sums + i * padded_dim + d) * inverse;
+            if (d + VW <= c.dim)
+                store_vector(out + d, y);
             else
-                for (int64_t e = d; e < s.dim; e++) from_float(y[e - d], to[e]);
+                for (int64_t e = d; e < c.dim; e++) from_float(y[e - d], out[e]);
         }
     }
 }
 
 template <class T> int paged_attend(const Arg* arg) {
-    const Shape& s = *reinterpret_cast<const Shape*>(arg);
-    const Pointers<T> p{arg[13].as<T>(),       arg[14].as<T>(),       arg[15].as<T>(), arg[16].as<int32_t>(),
-                        arg[17].as<int32_t>(), arg[18].as<int32_t>(), arg[19].as<T>()};
-    const int64_t group = s.heads / s.kv_heads;
-    const int64_t tokens_per_span = group < MAX_QUERIES ? MAX_QUERIES / group : 1;
-    static thread_local std::vector<Span> spans_of_thread;
-    auto& spans = spans_of_thread;
-    spans.clear();
-    int64_t work = 0;
-    for (int64_t row = 0; row < s.rows; row++) {
-        const int64_t q_len = p.q_starts[row + 1] - p.q_starts[row], kv_len = p.kv_lens[row];
-        if (q_len < 0 || kv_len < 0 || (q_len && kv_len > s.max_pages * s.page_size)) return BAD_LENGTH;
-        for (int64_t i = 0; q_len && i * s.page_size < kv_len; i++) {
-            const int64_t page = p.block_table[row * s.max_pages + i];
-            if (page < 0 || page >= s.num_pages) return BAD_PAGE;
+    const Call<T>& c = *reinterpret_cast<const Call<T>*>(arg);
+    const int64_t group = c.heads / c.kv_heads, most = group < MAX_QUERIES ? MAX_QUERIES / group : 1;
+    static thread_local std::vector<Task> kept_tasks;
+    static thread_local std::vector<int64_t> kept_costs;
+    std::vector<Task>& tasks = kept_tasks;
+    std::vector<int64_t>& costs = kept_costs;  // sum of the costs of the tasks before each
+    tasks.clear();
+    costs.assign(1, 0);
+    for (int64_t row = 0; row < c.rows; row++) {
+        const int64_t q_len = c.q_starts[row + 1] - c.q_starts[row], kv_len = c.kv_lens[row];
+        if (q_len < 0 || kv_len < 0 || (q_len && kv_len > c.max_pages * c.page_size)) return BAD_LENGTH;
+        for (int64_t i = 0; q_len && i * c.page_size < kv_len; i++) {
+            const int64_t page = c.block_table[row * c.max_pages + i];
+            if (page < 0 || page >= c.num_pages) return BAD_PAGE;
         }
-        const int64_t count = (q_len + tokens_per_span - 1) / tokens_per_span;
-        for (int64_t i = 0; i < count; i++) spans.push_back({row, share(q_len, count, i), share(q_len, count, i + 1)});
-        work += count * kv_len * s.heads * s.dim;
+        const int64_t spans = (q_len + most - 1) / most;
+        for (int64_t i = 0; i < spans; i++)
+            for (int64_t head = 0; head < c.kv_heads; head++) {
+                const Task task{row, share(q_len, spans, i), share(q_len, spans, i + 1), head,
+                                c.visible_keys(row, share(q_len, spans, i + 1) - 1)};
+                tasks.push_back(task);
+                costs.push_back(costs.back() + (task.keys + TILE) * ((task.end - task.first) * group + MR));
+            }
     }
-    const int64_t tasks = int64_t(spans.size()) * s.kv_heads;
-    const int threads = threads_for(work, 1 << 14, s.threads < tasks ? s.threads : tasks);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
-    for (int64_t i = tasks - 1; i >= 0; i--)  // the longest spans of a prefill are its last
-        attend(s, p, spans[i / s.kv_heads], i % s.kv_heads);
+    const int64_t count = int64_t(tasks.size());
+    // Parts of equal cost, of neighbours in order: a thread fetches its next task's first tile during the last one.
+    const int64_t wanted = costs.back() * c.dim / GRAIN, threads = wanted < c.threads ? wanted : c.threads;
+    const int64_t parts = threads <= 1 ? 1 : threads * PARTS_PER_THREAD;
+    parallel(threads, parts, [&](int64_t part) {
+        auto first_of = [&](int64_t i) {
+            return std::lower_bound(costs.begin(), costs.end() - 1, share(costs.back(), parts, i)) - costs.begin();
+        };
+        const int64_t begin = first_of(part), end = part + 1 < parts ? first_of(part + 1) : count;
+        Tile<T> tile;
+        if (begin < end) find_tile(c, tasks[begin], 0, tile);
+        for (int64_t i = begin; i < end; i++) attend(c, tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr, tile);
+    });
     return OK;
 }
 
@@ -187,7 +222,4 @@ template <class T> int paged_attend(const Arg* arg) {
 
 using namespace mstar;
 
-// the fields of Shape, q, k_pages, v_pages, block_table, kv_lens, q_starts, out
-KERNEL(mstar_paged_attend) {
-    return arg[11].i ? paged_attend<bf16>(arg) : paged_attend<float>(arg);
-}
+KERNEL(mstar_paged_attend) { return arg[11].i ? paged_attend<bf16>(arg) : paged_attend<float>(arg); }

@@ -1,12 +1,12 @@
 // y = x · Wᵀ + b over weights in the packed layout of panel.h, whose summed dimension is the inputs.
-#include <omp.h>
-
 #include "panel.h"
+#include "pool.h"
 
 namespace mstar {
 namespace {
 
 constexpr int64_t PASS_WORDS = 1536;  // inputs per pass: NR packed columns of them stay in the second-level cache
+constexpr int64_t GRAIN = 1 << 16;      // products that are worth another thread
 
 struct Shape {
     int64_t rows, in, out, x_stride, out_stride;
@@ -62,18 +62,20 @@ void block(const Shape& s, const T* x, const uint32_t* w, const float* bias, O* 
 
 template <class T, class O>
 void linear(const Shape& s, const T* x, const uint32_t* w, const float* bias, O* out, int64_t max_threads) {
-    const int64_t cols = (s.out + VW - 1) / VW;
-    const int threads = threads_for(s.rows * s.in * s.out, 1 << 16, max_threads);
-    int64_t row_parts = 1;  // many threads on few columns share the rows too
-    while (cols * row_parts < threads * NR && s.rows >= 4 * row_parts * MR && threads % (2 * row_parts) == 0)
-        row_parts *= 2;
-    const int64_t col_parts = threads / row_parts;
-#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
-    for (int64_t part = 0; part < threads; part++) {
+    const int64_t cols = (s.out + VW - 1) / VW, groups = (cols + NR - 1) / NR;
+    const int64_t wanted = s.rows * s.in * s.out / GRAIN, threads = wanted < max_threads ? wanted : max_threads;
+    if (threads <= 1) return block(s, x, w, bias, out, 0, s.rows, 0, cols);
+    int64_t col_parts = threads * PARTS_PER_THREAD, row_parts = 1;
+    if (col_parts > groups) {  // many threads on few columns share the rows too
+        col_parts = groups < threads ? groups : groups / threads * threads;
+        const int64_t tiles = (s.rows + 4 * MR - 1) / (4 * MR), wanted_parts = threads * PARTS_PER_THREAD / col_parts;
+        row_parts = wanted_parts < 1 ? 1 : wanted_parts < tiles ? wanted_parts : tiles;
+    }
+    parallel(threads, row_parts * col_parts, [&](int64_t part) {
         const int64_t i = part / col_parts, j = part % col_parts;
         block(s, x, w, bias, out, share(s.rows, row_parts, i), share(s.rows, row_parts, i + 1),
               share(cols, col_parts, j), share(cols, col_parts, j + 1));
-    }
+    });
 }
 
 }  // namespace

@@ -8,39 +8,30 @@ A method answers `NotImplemented` for a layout or dtype it has no kernel for; th
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mstar.kernels.cpu.library import Library
 from mstar.kernels.packed import PackedLinear
 
-_FAULTS = {
-    1: "a position lies outside the rotary table",
-    2: "a slot lies outside the pages",
-    3: "a block table names a page that does not exist",
-    4: "a row's lengths do not fit its queries or its block table",
-    5: "a token id lies outside the vocabulary",
-}
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
 class NativeKernels:
     """The library's functions, one method each, with the signatures of `mstar.kernels.ops`."""
 
-    def __init__(self, library: Path) -> None:
-        lib = ctypes.CDLL(str(library))
-        self.vector_width: int = lib.mstar_vector_width()
-        self._linear = _Call(lib.mstar_linear, "12q")
-        self._norm = _Call(lib.mstar_norm, "10qd4q")
-        self._silu_and_mul = _Call(lib.mstar_silu_and_mul, "8q")
-        self._rope_and_kv = _Call(lib.mstar_rope_and_kv, "21q")
-        self._embedding = _Call(lib.mstar_embedding, "11q")
-        self._greedy = _Call(lib.mstar_greedy, "7q")
-        self._paged_attend = _Call(lib.mstar_paged_attend, "12qd7q")
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.vector_width = library.vector_width
+        self._linear = library.call("mstar_linear", "12q")
+        self._norm = library.call("mstar_norm", "10qd4q")
+        self._silu_and_mul = library.call("mstar_silu_and_mul", "8q")
+        self._rope_and_kv = library.call("mstar_rope_and_kv", "21q")
+        self._embedding = library.call("mstar_embedding", "11q")
+        self._greedy = library.call("mstar_greedy", "7q")
+        self._paged_attend = library.call("mstar_paged_attend", "12qd7q")
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """Words of ``vector_width`` outputs side by side: ``[ceil(out / width)][ceil(in / per_word)][width]``."""
@@ -58,9 +49,7 @@ class NativeKernels:
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         shape, dtype = x.shape, x.dtype
         if shape[-1] != packed.in_features or dtype is not packed.dtype:
-            raise ValueError(
-                f"linear wants [..., {packed.in_features}] {packed.dtype}, got {tuple(shape)} {dtype}"
-            )
+            raise ValueError(f"linear wants [..., {packed.in_features}] {packed.dtype}, got {tuple(shape)} {dtype}")
         if out is None:
             out = torch.empty((*shape[:-1], packed.out_features), dtype=out_dtype or dtype)
         elif out.shape[:-1] != shape[:-1] or out.shape[-1] != packed.out_features:
@@ -123,9 +112,7 @@ class NativeKernels:
         )  # fmt: skip
         return out
 
-    def rope(
-        self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: int, head_dim: int
-    ) -> Tensor:
+    def rope(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: int, head_dim: int) -> Tensor:
         if not _tables_fit(cos, sin) or not _is_index(positions) or qkv.stride(-1) != 1:
             return NotImplemented
         _check_rope(qkv, positions, cos, num_heads, head_dim)
@@ -242,19 +229,6 @@ class NativeKernels:
             out.data_ptr(),
         )  # fmt: skip
         return out
-
-
-class _Call:
-    """One exported function: packs its arguments into 8-byte words and turns a fault into `IndexError`."""
-
-    def __init__(self, function: Any, layout: str) -> None:
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-        self._function = function
-        self._pack = struct.Struct(layout).pack
-
-    def __call__(self, *args: float) -> None:
-        if status := self._function(self._pack(*args)):
-            raise IndexError(_FAULTS[status])
 
 
 def _outer_inner(x: Tensor) -> tuple[int, int, int, int] | None:

@@ -72,9 +72,6 @@ template <class T> Panel<T> panel_of(int64_t rows, int64_t cols) {
     }
 }
 
-// First element of part i of `parts` nearly equal parts of [0, total).
-inline int64_t share(int64_t total, int64_t parts, int64_t i) { return total * i / parts; }
-
 // Memory that one thread keeps between calls, aligned to cache lines. It only grows.
 class Scratch {
   public:

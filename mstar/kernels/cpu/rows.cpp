@@ -1,15 +1,14 @@
 // Operations on each token by itself: norms, the gated activation, rotary embedding, writing keys and values into pages,
 // token embedding and greedy choice.
-#include <omp.h>
-
 #include <limits>
 
+#include "pool.h"
 #include "vector.h"
 
 namespace mstar {
 namespace {
 
-constexpr int64_t GRAIN = 1 << 14;  // elements that are worth another thread
+constexpr int64_t GRAIN = 1 << 12;  // elements that are worth another thread
 
 template <class T> vf rounded(vf x);
 template <> vf rounded<float>(vf x) { return x; }
@@ -59,32 +58,32 @@ void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t width, f
 
 template <class T> void norm(const Arg* arg) {
     const int64_t outer = arg[1].i, inner = arg[2].i, width = arg[3].i, n = outer * inner;
-    const int threads = threads_for(n * width, GRAIN, arg[0].i);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < n; t++) {
-        const int64_t i = t / inner, j = t % inner;
-        T* residual = arg[12].as<T>();
-        norm_row(arg[11].as<const T>() + i * arg[4].i + j * arg[5].i, residual ? residual + i * width : nullptr,
-                 arg[13].as<const T>(), arg[14].as<T>() + i * arg[6].i + j * arg[7].i, width, float(arg[10].d),
-                 arg[8].i);
-    }
+    T* residual = arg[12].as<T>();
+    parallel_ranges(arg[0].i, n, n * width, GRAIN, [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++) {
+            const int64_t i = t / inner, j = t % inner;
+            norm_row(arg[11].as<const T>() + i * arg[4].i + j * arg[5].i, residual ? residual + i * width : nullptr,
+                     arg[13].as<const T>(), arg[14].as<T>() + i * arg[6].i + j * arg[7].i, width, float(arg[10].d),
+                     arg[8].i);
+        }
+    });
 }
 
 inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
 
 template <class T> void silu_and_mul(const Arg* arg) {
     const int64_t tokens = arg[1].i, width = arg[2].i, whole = width / VW * VW;
-    const int threads = threads_for(tokens * width * 4, GRAIN, arg[0].i);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < tokens; t++) {
-        const T* gate = arg[6].as<const T>() + t * arg[3].i;
-        const T* up = gate + width;
-        T* out = arg[7].as<T>() + t * arg[4].i;
-        for (int64_t i = 0; i < whole; i += VW)
-            store_vector(out + i, silu(load_vector(gate + i)) * load_vector(up + i));
-        for (int64_t i = whole; i < width; i++)
-            from_float(silu(splat(to_float(gate[i])))[0] * to_float(up[i]), out[i]);
-    }
+    parallel_ranges(arg[0].i, tokens, tokens * width * 4, GRAIN, [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++) {
+            const T* gate = arg[6].as<const T>() + t * arg[3].i;
+            const T* up = gate + width;
+            T* out = arg[7].as<T>() + t * arg[4].i;
+            for (int64_t i = 0; i < whole; i += VW)
+                store_vector(out + i, silu(load_vector(gate + i)) * load_vector(up + i));
+            for (int64_t i = whole; i < width; i++)
+                from_float(silu(splat(to_float(gate[i])))[0] * to_float(up[i]), out[i]);
+        }
+    });
 }
 
 template <class T> void rotate(T* head, const float* cos, const float* sin, int64_t half) {
@@ -111,24 +110,23 @@ template <class T> int rope_and_kv(const Arg* arg) {
     const RopeAndKv& s = *reinterpret_cast<const RopeAndKv*>(arg);
     const int32_t *positions = arg[13].as<int32_t>(), *slots = arg[16].as<int32_t>();
     const float *cos = arg[14].as<float>(), *sin = arg[15].as<float>();
-    const int threads = threads_for(s.tokens * (s.heads * s.head_dim + 2 * s.kv_width), GRAIN, s.threads);
-    int status = OK;
     for (int64_t t = 0; t < s.tokens; t++) {
-        if (s.heads && (positions[t] < 0 || positions[t] >= s.max_position)) status = BAD_POSITION;
-        if (s.num_slots && slots[t] >= s.num_slots) status = BAD_SLOT;
+        if (s.heads && (positions[t] < 0 || positions[t] >= s.max_position)) return BAD_POSITION;
+        if (s.num_slots && slots[t] >= s.num_slots) return BAD_SLOT;
     }
-    if (status) return status;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t t = 0; t < s.tokens; t++) {
-        T* qkv = arg[12].as<T>() + t * s.qkv_stride;
-        for (int64_t h = 0; h < s.heads; h++)
-            rotate(qkv + h * s.head_dim, cos + positions[t] * s.half, sin + positions[t] * s.half, s.half);
-        if (s.num_slots && slots[t] >= 0) {
-            const size_t bytes = s.kv_width * sizeof(T);
-            std::memcpy(arg[19].as<T>() + slots[t] * s.kv_width, arg[17].as<T>() + t * s.k_stride, bytes);
-            std::memcpy(arg[20].as<T>() + slots[t] * s.kv_width, arg[18].as<T>() + t * s.v_stride, bytes);
+    const int64_t work = s.tokens * (s.heads * s.head_dim + 2 * s.kv_width);
+    parallel_ranges(s.threads, s.tokens, work, GRAIN, [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++) {
+            T* qkv = arg[12].as<T>() + t * s.qkv_stride;
+            for (int64_t h = 0; h < s.heads; h++)
+                rotate(qkv + h * s.head_dim, cos + positions[t] * s.half, sin + positions[t] * s.half, s.half);
+            if (s.num_slots && slots[t] >= 0) {
+                const size_t bytes = size_t(s.kv_width) * sizeof(T);
+                std::memcpy(arg[19].as<T>() + slots[t] * s.kv_width, arg[17].as<T>() + t * s.k_stride, bytes);
+                std::memcpy(arg[20].as<T>() + slots[t] * s.kv_width, arg[18].as<T>() + t * s.v_stride, bytes);
+            }
         }
-    }
+    });
     return OK;
 }
 
@@ -153,7 +151,7 @@ template <class T> int embedding(const Arg* arg) {
 }
 
 // Lowest index of the largest value; the first NaN is larger than everything.
-template <class T> int32_t largest(const T* x, int64_t n) {
+template <class T> int32_t index_of_largest(const T* x, int64_t n) {
     const int64_t whole = n / VW * VW;
     vf best = splat(-std::numeric_limits<float>::infinity());
     vi index{}, here{}, nan{};
@@ -186,9 +184,10 @@ template <class T> int32_t largest(const T* x, int64_t n) {
 
 template <class T> void greedy(const Arg* arg) {
     const int64_t rows = arg[1].i, vocab = arg[2].i;
-    const int threads = threads_for(rows * vocab, GRAIN, arg[0].i);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t r = 0; r < rows; r++) arg[6].as<int32_t>()[r] = largest(arg[5].as<T>() + r * arg[3].i, vocab);
+    parallel_ranges(arg[0].i, rows, rows * vocab, GRAIN, [&](int64_t from, int64_t to) {
+        for (int64_t r = from; r < to; r++)
+            arg[6].as<int32_t>()[r] = index_of_largest(arg[5].as<T>() + r * arg[3].i, vocab);
+    });
 }
 
 }  // namespace

@@ -8,10 +8,10 @@ constexpr int64_t TILE = 64;  // keys per tile; a multiple of every VW and of WO
 
 #ifdef __AVX512F__
 // 16 rows of 16 words, transposed.
-inline void transpose(const uint32_t* const* rows, int64_t at, uint32_t* out, int64_t out_stride) {
+inline void transpose(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
     __m512i r[16], t[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + at);
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i]);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
@@ -36,54 +36,95 @@ inline void transpose(const uint32_t* const* rows, int64_t at, uint32_t* out, in
 }
 #endif
 
-// Keys [TILE] of `dim` values each, absent ones null -> [TILE / VW][words][VW] words, absent keys and padding zero.
-template <class T> void pack_keys(const T* const* keys, int64_t dim, uint32_t* out) {
+// The rows of one tile: `present` keys and values, cached [page][offset][kv head][dim] and found through the table.
+template <class T> struct Tile {
+    const T *keys[TILE], *values[TILE];
+    int64_t present = 0;
+};
+
+// Brings rows [from, to) into the second-level cache. Called a few rows at a time between packing: a burst would only
+// fill the queue of misses.
+template <class T> inline void fetch(const T* const* rows, int64_t from, int64_t to, int64_t dim) {
+    for (int64_t i = from; i < to; i++)
+        for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += 64)
+            __builtin_prefetch(reinterpret_cast<const char*>(rows[i]) + at, 0, 2);
+}
+
+// Keys of `dim` entries -> [TILE / VW][words][VW] words; meanwhile those of the next tile are fetched. Padding is zero;
+// vectors without a key stay as they are.
+template <class T> void pack_keys(const Tile<T>& tile, const Tile<T>& next, int64_t dim, uint32_t* out) {
     const int64_t words = (dim + WORD<T> - 1) / WORD<T>;
     alignas(64) static const uint32_t zeros[16] = {};
-    for (int64_t j = 0; j < TILE; j += VW) {
+    int64_t fetched = 0;
+    for (int64_t j = 0; j < tile.present; j += VW) {
+        const int64_t ahead = j + VW < next.present ? j + VW : next.present;
+        fetch(next.keys, fetched, ahead, dim);
+        fetched = ahead;
         int64_t k = 0;
         uint32_t* columns = out + j * words;
 #ifdef __AVX512F__
         for (; k + 16 <= dim / WORD<T>; k += 16) {
             const uint32_t* rows[16];
             for (int i = 0; i < 16; i++)
-                rows[i] = keys[j + i] ? reinterpret_cast<const uint32_t*>(keys[j + i]) + k : zeros;
-            transpose(rows, 0, columns + k * VW, VW);
+                rows[i] = j + i < tile.present ? reinterpret_cast<const uint32_t*>(tile.keys[j + i]) + k : zeros;
+            transpose(rows, columns + k * VW, VW);
         }
 #endif
         for (; k < words; k++)
             for (int64_t i = 0; i < VW; i++) {
                 uint32_t word = 0;
                 const int64_t left = dim - k * WORD<T>;
-                if (keys[j + i]) std::memcpy(&word, keys[j + i] + k * WORD<T>, left >= WORD<T> ? 4 : sizeof(T));
+                if (j + i < tile.present)
+                    std::memcpy(&word, tile.keys[j + i] + k * WORD<T>, left >= WORD<T> ? 4 : sizeof(T));
                 columns[k * VW + i] = word;
             }
     }
+    fetch(next.keys, fetched, next.present, dim);
 }
 
-// Values of the tile's keys -> [ceil(dim / VW)][TILE / WORD][VW] words, absent keys and padding zero.
-inline vu value_words(const float* v, const float*) { return load<vu>(v); }
-inline vu value_words(const bf16* a, const bf16* b) {
-    vu low = __builtin_convertvector(load<vh>(a), vu);
-    return b ? low | __builtin_convertvector(load<vh>(b), vu) << 16 : low;
+// Words of entries [0, whole) of one key's values, or of two keys that follow each other; vectors lie `stride` apart.
+inline void interleave(const float* a, const float*, int64_t whole, uint32_t* out, int64_t stride) {
+    for (int64_t d = 0; d < whole; d += VW, out += stride) store(out, load<vu>(a + d));
 }
-template <class T> void pack_values(const T* const* values, int64_t dim, uint32_t* out) {
-    for (int64_t d = 0; d < dim; d += VW) {
-        T padded[2][VW] = {};
-        for (int64_t j = 0; j < TILE; j += WORD<T>, out += VW) {
-            const T* a = values[j];
-            const T* b = WORD<T> == 2 ? values[j + 1] : nullptr;
-            if (!a) {
-                store(out, vu{});
-            } else if (d + VW <= dim) {
-                store(out, value_words(a + d, b ? b + d : nullptr));
-            } else {
-                std::memcpy(padded[0], a + d, (dim - d) * sizeof(T));
-                if (b) std::memcpy(padded[1], b + d, (dim - d) * sizeof(T));
-                store(out, value_words(padded[0], b ? padded[1] : nullptr));
-            }
+inline void interleave(const bf16* a, const bf16* b, int64_t whole, uint32_t* out, int64_t stride) {
+    int64_t d = 0;
+#ifdef __AVX512BW__
+    alignas(64) static const uint16_t order[2][32] = {
+        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    const __m512i low = _mm512_load_si512(order[0]), high = _mm512_load_si512(order[1]);
+    for (; d + 32 <= whole; d += 32, out += 2 * stride) {
+        const __m512i x = _mm512_loadu_si512(a + d), y = _mm512_loadu_si512(b + d);
+        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(x, low, y));
+        _mm512_storeu_si512(out + stride, _mm512_permutex2var_epi16(x, high, y));
+    }
+#endif
+    for (; d < whole; d += VW, out += stride)
+        store(out, __builtin_convertvector(load<vh>(a + d), vu) | __builtin_convertvector(load<vh>(b + d), vu) << 16);
+}
+
+// Values of `dim` entries -> [ceil(dim / VW)][TILE / WORD][VW] words; meanwhile those of the next tile are fetched.
+// Padding and the absent half of a last word are zero; words without a key stay as they are.
+template <class T>
+void pack_values(const Tile<T>& tile, const Tile<T>& next, int64_t dim, const T* zeros, uint32_t* out) {
+    constexpr int64_t STRIDE = TILE / WORD<T> * VW;
+    const int64_t whole = dim / VW * VW;
+    int64_t fetched = 0;
+    for (int64_t j = 0; j < tile.present; j += WORD<T>, out += VW) {
+        const int64_t ahead = j + WORD<T> < next.present ? j + WORD<T> : next.present;
+        fetch(next.values, fetched, ahead, dim);
+        fetched = ahead;
+        const T* a = tile.values[j];
+        const T* b = WORD<T> == 1 ? a : j + 1 < tile.present ? tile.values[j + 1] : zeros;
+        interleave(a, b, whole, out, STRIDE);
+        if (whole < dim) {
+            T padded[2][VW] = {};
+            std::memcpy(padded[0], a + whole, (dim - whole) * sizeof(T));
+            std::memcpy(padded[1], b + whole, (dim - whole) * sizeof(T));
+            interleave(padded[0], padded[1], VW, out + whole / VW * STRIDE, STRIDE);
         }
     }
+    fetch(next.values, fetched, next.present, dim);
 }
 
 }  // namespace mstar

@@ -61,10 +61,14 @@ inline vf load_vector(const float* p) { return load<vf>(p); }
 inline vf load_vector(const bf16* p) { return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16); }
 inline void store_vector(float* p, vf v) { store(p, v); }
 inline void store_vector(bf16* p, vf v) {
+#ifdef __AVX512BF16__
+    store(p, _mm512_cvtneps_pbh((__m512)v));
+#else
     vu bits = (vu)v;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vu nan = (bits >> 16) | 0x40;
     store(p, __builtin_convertvector((bits & 0x7fffffff) > splat(0x7f800000u) ? nan : rounded, vh));
+#endif
 }
 
 template <class T> inline T rounded_to(float x) {
@@ -73,10 +77,24 @@ template <class T> inline T rounded_to(float x) {
     return y;
 }
 
+// Reductions fold halves onto each other: a short chain, and one fixed order.
+template <class V, class Op> inline float fold(V v, Op op) {
+    constexpr int n = sizeof(V) / 4;
+    if constexpr (n == 1) {
+        return v[0];
+    } else {
+        typedef float half __attribute__((vector_size(sizeof(V) / 2)));
+        half low, high;
+        std::memcpy(&low, &v, sizeof(half));
+        std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(half), sizeof(half));
+        return fold(op(low, high), op);
+    }
+}
 inline float sum(vf v) {
-    float s = 0;
-    for (int i = 0; i < VW; i++) s += v[i];
-    return s;
+    return fold(v, [](auto a, auto b) { return a + b; });
+}
+inline float largest(vf v) {  // ignores a NaN on the left, so callers look for NaN themselves
+    return fold(v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
 // exp(x) to about 2 units in the last place for x <= 88; 0 below -87, NaN stays NaN.
@@ -110,12 +128,6 @@ template <> inline vf dot<bf16>(vf acc, vu w, vu a) {
     acc = acc + (vf)(w << 16) * (vf)(a << 16);
     return acc + (vf)(w & 0xffff0000u) * (vf)(a & 0xffff0000u);
 #endif
-}
-
-// Threads worth waking for `work` elementary operations: waking costs about as much as `grain` of them.
-inline int threads_for(int64_t work, int64_t grain, int64_t threads) {
-    int64_t wanted = work / grain;
-    return int(wanted < 1 ? 1 : wanted < threads ? wanted : threads);
 }
 
 }  // namespace mstar
