@@ -267,6 +267,17 @@ class CompiledGraph:
     def keys_everywhere(self) -> tuple[ReadyKey, ...]:
         return tuple(node.key for program in self.programs.values() for node in program.nodes)
 
+    def stored_signals(self, rank: int) -> dict[str, frozenset[str]]:
+        """By node of this worker: outputs that someone else than the node itself or the client receives, so that they
+        must be tensors even where they could stay in the node's live column."""
+        stored: dict[str, set[str]] = {}
+        for (_, at), program in self.programs.items():
+            if at == rank:
+                for node in program.nodes:
+                    names = {route.signal for route in node.routes if not route.live_ok}
+                    stored.setdefault(node.key.node, set()).update(names)
+        return {node: frozenset(names) for node, names in stored.items()}
+
     def loops_around(self, key: ReadyKey) -> tuple[str, ...]:
         """Names of the loops around a node in a walk, innermost first.
 

@@ -252,6 +252,11 @@ class GraphRuntime(Protocol):
         """Rows leave an armed speculation before it is submitted (their `prepare_inputs` declined)."""
         ...
 
+    def spec_going(self, spec_id: int) -> list[int]:
+        """After the routing of the step before: the armed rows whose loop goes on, which are those that may be kept (a
+        stop of an outer loop leaves the inner one running)."""
+        ...
+
     def spec_settle(self, spec_id: int, keep: Sequence[int]) -> None:
         """Exactly once per speculation: after the routing of the step before it (rows not kept are wasted: their loop
         has ended or they failed), or with `keep=()` and nothing routed yet when the step is abandoned."""

@@ -142,6 +142,9 @@ class PyGraphRuntime:
     def spec_drop(self, spec_id: int, rows: Sequence[int]) -> None:
         self._speculations.drop(spec_id, rows)
 
+    def spec_going(self, spec_id: int) -> list[int]:
+        return self._speculations.going(spec_id)
+
     def spec_settle(self, spec_id: int, keep: Sequence[int]) -> None:
         self._speculations.settle(spec_id, keep)
         self._outflow.end()

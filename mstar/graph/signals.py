@@ -115,15 +115,18 @@ def _persist(found: WalkSignals, signal: Signal) -> None:
 
 
 def may_be_live(signal: Signal, takers: Mapping[str, Iterable[str]]) -> bool:
-    """Whether the value may stay in its node's device column: nobody else reads it, and not after the step it was
-    made in unless the node itself does. `takers` names, per persisted signal, the nodes that take it."""
-    origin = signal.origin.name
-    if signal.streams or signal.accumulated:
+    """Whether the value may stay in its node's device column. `takers` names, per persisted signal, the nodes that
+    take it.
+
+    Only the node itself may read it later, and only before it runs again. The end of a loop is too late for that: a
+    step speculated past a stop has overwritten the column, so a live value leaves a loop only to the client, in the
+    step that made it.
+    """
+    if signal.streams or signal.accumulated or not all(may_be_live(out, takers) for out in signal.exits):
         return False
-    if any(edge.consumer.name != origin for edge in signal.transfers):
-        return False
-    if signal.persisted and any(node != origin for node in takers.get(signal.name, ())):
-        return False
-    if signal.emits and isinstance(signal.producer, LoopUnit) and signal.producer.num_nodes > 1:
-        return False
-    return all(may_be_live(out, takers) for out in signal.exits)
+    if isinstance(signal.producer, LoopUnit):
+        return not (signal.transfers or signal.persisted or signal.producer.num_nodes > 1)
+    readers = {edge.consumer.name for edge in signal.transfers}
+    if signal.persisted:
+        readers.update(takers.get(signal.name, ()))
+    return readers <= {signal.origin.name}

@@ -56,6 +56,11 @@ class Speculations:
         for handle in handles:
             self._disarm(entry, entry.rows.get(handle))
 
+    def going(self, spec_id: int) -> list[int]:
+        """The rows that the routing of the step before has carried into the iteration they are armed for."""
+        entry, armed = self._find(spec_id)
+        return [handle for handle in armed if self._goes_on(entry, entry.rows.get(handle))]
+
     def settle(self, spec_id: int, keep: Sequence[int]) -> None:
         entry, armed = self._find(spec_id)
         node, bit = entry.node, entry.node.bit
@@ -63,15 +68,7 @@ class Speculations:
         if kept:
             known = kept.intersection(armed)
             for handle in keep:
-                row = entry.rows.get(handle)
-                if (
-                    handle not in known
-                    or row is None
-                    or not row.armed & bit
-                    or (row.running | row.done) & bit
-                    or not row.active
-                    or row.filled & node.need != node.need
-                ):
+                if handle not in known or not self._goes_on(entry, entry.rows.get(handle)):
                     raise GraphError(
                         f"speculation {spec_id} cannot keep row {handle}: it is not armed, the step before it is not "
                         "routed, or its loop has ended"
@@ -85,6 +82,18 @@ class Speculations:
                 row.sequences[node.index] = -1
             else:
                 self._disarm(entry, row)
+
+    @staticmethod
+    def _goes_on(entry: KeyEntry, row: RowState | None) -> bool:
+        """Armed, and all else as for a row that is ready."""
+        node = entry.node
+        return (
+            row is not None
+            and bool(row.armed & node.bit)
+            and not (row.running | row.done) & node.bit
+            and row.active
+            and row.filled & node.need == node.need
+        )
 
     def _find(self, spec_id: int) -> tuple[KeyEntry, list[int]]:
         found = self._armed.get(spec_id)
