@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 
 def serve_command(target: str, overrides: Sequence[str]) -> int:
-    """Exit code: 0 after a drain, 1 for a failed start or a forced end, 2 for a configuration or port that is no use."""
+    """Exit code: 0 after a drain, 1 for a failed start or a forced end, 2 for a configuration or port of no use."""
     console = Console(stderr=True)
     for name in envs.unknown_variables():
         console.print(f"[yellow]{name} is not a variable of this version[/yellow]")

@@ -6,7 +6,7 @@ live object crosses a process border. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def _tokenizer_dir(checkpoint: ResolvedCheckpoint, cache_dir: Path) -> Path:
     return directory
 
 
-def _check_names(config: DeploymentConfig, nodes: set[str], specs: list[NodeResourceSpec]) -> None:
+def _check_names(config: DeploymentConfig, nodes: set[str], specs: Sequence[NodeResourceSpec]) -> None:
     placed = [node for group in config.node_groups for node in group.node_names]
     if unknown := sorted(set(placed) - nodes):
         raise ConfigError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig
-from mstar.engine.engine import EngineConfig
+from mstar.engine.engine_config import EngineConfig
+from mstar.engine.spec import NodeResourceSpec, PagedKVSpec
 from mstar.platforms import current_platform
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
 
@@ -51,16 +52,32 @@ def device_executor(config: DeploymentConfig) -> tuple[DeviceExecutor, bool]:
     return InlineExecutor(), False
 
 
-def engine_config(config: DeploymentConfig, max_seq_len: int, capacity: int) -> EngineConfig:
-    """Sizes of the engine's resources."""
+def engine_config(
+    config: DeploymentConfig,
+    specs: Sequence[NodeResourceSpec],
+    max_seq_len: int,
+    capacity: int,
+    stored_signals: Mapping[str, frozenset[str]],
+) -> EngineConfig:
+    """Sizes of the engine's resources on one worker, which hosts the nodes of `specs`. Caches without a size
+    of their own share what is left for caches."""
+    caches = {resource.key for spec in specs for resource in spec.resources if isinstance(resource, PagedKVSpec)}
+    pages = {
+        key: tuning.num_pages
+        for key, tuning in config.resources.items()
+        if key in caches and tuning.num_pages is not None
+    }
     return EngineConfig(
         device=torch_device(config),
         dtype=torch_dtype(config),
         max_rows=config.scheduler.max_rows,
         max_seq_len=max_seq_len,
         capacity=capacity,
-        num_pages=_num_pages(config),
-        resource_bytes=_resource_bytes(config),
+        num_pages=pages,
+        cache_bytes={key: _cache_bytes(config, key, len(caches)) for key in sorted(caches - pages.keys())},
+        backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
+        capture_sizes=_capture_sizes(config),
+        stored_signals=stored_signals,
     )
 
 
@@ -69,12 +86,15 @@ def step_tokens(config: DeploymentConfig) -> int:
     return AUTO_STEP_TOKENS if tokens == "auto" else tokens
 
 
-def _num_pages(config: DeploymentConfig) -> Mapping[str, int]:
-    return {key: tuning.num_pages for key, tuning in config.resources.items() if tuning.num_pages is not None}
+def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...]:
+    """On a CPU a padded row costs as much as a real one, so `auto` captures nothing there."""
+    sizes = config.capture.batch_sizes
+    return () if not config.capture.enabled or sizes == "auto" else tuple(sorted(sizes))
 
 
-def _resource_bytes(config: DeploymentConfig) -> int:
-    """Bytes for caches on one worker."""
+def _cache_bytes(config: DeploymentConfig, key: str, num_caches: int) -> int:
     free = current_platform.free_memory_bytes("cpu") // config.num_workers
-    fractions = [tuning.memory_fraction for tuning in config.resources.values() if tuning.memory_fraction is not None]
-    return int(free * fractions[0]) if fractions else int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE))
+    tuning = config.resources.get(key)
+    if tuning is not None and tuning.memory_fraction is not None:
+        return int(free * tuning.memory_fraction)
+    return int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE)) // num_caches

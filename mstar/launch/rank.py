@@ -53,16 +53,19 @@ def build_rank(
         overlap=overlap,
     )
     nodes = load_nodes(deployment, compiled, place.rank, progress)
+    specs = [spec for spec in model.get_node_resources() if spec.node in nodes]
     shared = None
     if config.num_workers > 1:
         shared = Shared(Arena(place.instance, place.rank, place.incarnation), ArenaReader(place.instance))
     return assemble_worker(
         compiled=compiled,
         nodes=nodes,
-        specs=[spec for spec in model.get_node_resources() if spec.node in nodes],
+        specs=specs,
         bus=bus,
         executor=executor,
-        engine_config=engine_config(config, deployment.setup.max_seq_len, settings.capacity),
+        engine_config=engine_config(
+            config, specs, deployment.setup.max_seq_len, settings.capacity, compiled.stored_signals(place.rank)
+        ),
         settings=settings,
         shared=shared,
         clock=clock,

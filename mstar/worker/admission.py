@@ -38,7 +38,7 @@ class Admission:
         if most is not None and request.max_total_tokens > most:
             raise RequestRefused(
                 f"the request needs room for {request.max_total_tokens} tokens ({request.num_prompt_tokens} of the "
-                f"prompt and {request.open.sampling.max_tokens} of output); this server can hold {most} for one request",
+                f"prompt and {request.open.sampling.max_tokens} of output); this server holds {most} for one request",
                 400,
             )
 

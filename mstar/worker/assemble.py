@@ -13,7 +13,8 @@ from mstar.communication.bus import Bus
 from mstar.communication.messages import ToWorker
 from mstar.communication.tensor_store import TensorStore
 from mstar.communication.transport import Transport
-from mstar.engine.engine import Engine, EngineConfig
+from mstar.engine.engine import Engine
+from mstar.engine.engine_config import EngineConfig
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph

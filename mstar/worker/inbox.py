@@ -121,11 +121,7 @@ class Inbox:
         """What the graph did outside of a step: walks that had nothing to run here, freed tensors, credits."""
         routed = Routed()
         self._graph.collect(routed)
-        while routed.walk_done:
-            done, routed.walk_done = routed.walk_done, []
-            for handle, partition in done:
-                self._walks.walk_ended(handle, partition, routed)
-            self._graph.collect(routed)
+        self._walks.follow(routed)
         self._outbox.flush_cold(routed)
 
     def forget(self, handle: int) -> list[int]:

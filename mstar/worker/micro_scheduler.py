@@ -49,48 +49,39 @@ class MicroScheduler:
 
     def compose(self, cur: Step | None) -> tuple[Step | None, dict[int, str]]:
         """Build the step after `cur` from rows that go on from it and from ready rows. Returns it (None: nothing to
-        run) and rows that failed in a hook, with the reason."""
-        composed = self._gather(cur)
-        if composed is None:
-            return None, {}
-        step, declined = self._engine.build(composed.taken)
-        failed = self._decline(composed, declined) if declined else {}
-        if step is None:
-            for spec_id in composed.spec_ids:
-                self._graph.spec_settle(spec_id, ())
-            return None, failed
-        failed.update(step.failed)
-        step.spec_ids = composed.spec_ids
-        step.composed_ns = time.monotonic_ns()
-        return step, failed
+        run) and rows that failed in a hook, with the reason.
+
+        A speculated row whose node declines waits for its turn. A fresh one has all its inputs, so declining it again
+        and again would hang its request: it fails.
+        """
+        declined: set[int] = set()
+        failed: dict[int, str] = {}
+        while (composed := self._gather(cur, declined)) is not None:
+            step, refused = self._engine.build(composed.taken)
+            if step is not None:
+                failed.update(step.failed)
+                step.spec_ids = composed.spec_ids
+                step.composed_ns = time.monotonic_ns()
+                return step, failed
+            declined.update(refused)
+            self._return(composed.spec_ids, composed.taken)
+            for taken in composed.taken[len(composed.spec_ids) :]:
+                reason = f"node {taken.key.node} declined a step whose inputs were all there"
+                failed.update(dict.fromkeys(declined.intersection(taken.rows), reason))
+        return None, failed
 
     def put_back(self, step: Step) -> None:
         """Rows and stream chunks of an abandoned step return to where they were taken from."""
-        num_spec = len(step.spec_ids)
-        for spec_id in reversed(step.spec_ids):
+        self._return(step.spec_ids, [part.taken for part in step.parts])
+
+    def _return(self, spec_ids: Sequence[int], taken: Sequence[TakenRows]) -> None:
+        for spec_id in reversed(spec_ids):
             self._graph.spec_settle(spec_id, ())
-        for part in reversed(step.parts[num_spec:]):
-            if part.taken.rows:
-                self._graph.give_back(part.taken.key, part.taken.rows)
+        for fresh in reversed(taken[len(spec_ids) :]):
+            self._graph.give_back(fresh.key, fresh.rows)
 
-    def _decline(self, composed: Composed, declined: Sequence[int]) -> dict[int, str]:
-        """Rows whose node declined the step. A speculated row waits for its turn; a fresh one has all its inputs, so
-        declining it again and again would hang the request: it fails."""
-        failed: dict[int, str] = {}
-        gone = set(declined)
-        for index, taken in enumerate(composed.taken):
-            rows = [row for row in taken.rows if row in gone]
-            if not rows:
-                continue
-            if index < len(composed.spec_ids):
-                self._graph.spec_drop(composed.spec_ids[index], rows)
-            else:
-                self._graph.give_back(taken.key, rows)
-                failed.update(dict.fromkeys(rows, f"node {taken.key.node} declined a step whose inputs were all there"))
-        return failed
-
-    def _gather(self, cur: Step | None) -> Composed | None:
-        targets = self._targets(cur)
+    def _gather(self, cur: Step | None, declined: set[int]) -> Composed | None:
+        targets = self._targets(cur, declined)
         ready = self._graph.ready_keys()
         keys = {target.key for target in targets}.union(ready)
         if not keys:
@@ -110,35 +101,36 @@ class MicroScheduler:
                 room.take(len(target.rows), len(target.rows))
                 self._served[target.key] = self._turn
         for key in group:
-            if key in ready and (rows := self._fresh_rows(key, room, at_least=int(key == first))):
+            if key in ready and (rows := self._fresh_rows(key, room, int(key == first), declined)):
                 fresh.append(self._graph.take(key, rows))
                 self._served[key] = self._turn
         if not spec and not fresh:
             return None
         return Composed(tuple(spec_ids), tuple(spec + fresh))
 
-    def _targets(self, cur: Step | None) -> list[SpecTarget]:
+    def _targets(self, cur: Step | None, declined: set[int]) -> list[SpecTarget]:
         if cur is None:
             return []
-        return [
-            target
-            for part in cur.parts
-            for target in self._graph.speculate_node(part.taken.key, self._alive(cur, part.taken))
-            if target.rows
-        ]
+        unwanted = cur.dropped | declined
+        targets: list[SpecTarget] = []
+        for part in cur.parts:
+            rows = part.taken.rows
+            if unwanted:
+                rows = [row for row in rows if row not in unwanted]
+            targets.extend(target for target in self._graph.speculate_node(part.taken.key, rows) if target.rows)
+        return targets
 
-    @staticmethod
-    def _alive(cur: Step, taken: TakenRows) -> Sequence[int]:
-        gone = cur.dropped
-        return [row for row in taken.rows if row not in gone] if gone else taken.rows
-
-    def _fresh_rows(self, key: ReadyKey, room: _Room, at_least: int) -> list[int]:
+    def _fresh_rows(self, key: ReadyKey, room: _Room, at_least: int, declined: set[int]) -> list[int]:
         """Rows from the head of the key's queue that fit; `at_least` of them whatever their tokens, so that a long
         prompt beside rows that never end has its turn."""
-        rows = self._graph.peek(key, min(room.rows, self._engine.max_rows(key.node)))
+        limit = min(room.rows, self._engine.max_rows(key.node))
+        rows = self._graph.peek(key, limit + len(declined)) if limit > 0 else []
+        if declined:
+            rows = [row for row in rows if row not in declined]
+        rows = rows[:limit]
         if not rows:
             return []
-        tokens = self._engine.pending_tokens(key.node, np.asarray(rows, np.int32))
+        tokens = self._engine.pending_tokens(key.node, np.asarray(rows, np.int64))
         fits = max(at_least, int(np.searchsorted(np.cumsum(tokens), room.tokens, side="right")))
         rows = rows[:fits]
         room.take(len(rows), int(tokens[:fits].sum()))

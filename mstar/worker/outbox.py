@@ -57,6 +57,11 @@ class Outbox:
     def opened(self, rid: str) -> None:
         self._cold.append(Opened(rid=rid, rank=self._rank))
 
+    def count(self, routed: Routed) -> None:
+        """Count what a step emits, before a walk that ends with it reports how much there was."""
+        for emit in routed.emits:
+            self._requests.count_emits(emit.signal, np.asarray(emit.handles, np.int64))
+
     def flush(self, step: Step, routed: Routed) -> None:
         """Send everything that this step leads to."""
         to_front: list[Message] = []
@@ -108,7 +113,6 @@ class Outbox:
         tensors: list[HostTensor] = []
         for emit in emits:
             handles = np.asarray(emit.handles, np.int64)
-            self._requests.count_emits(emit.signal, handles)
             names = self._rids.rids(emit.handles)
             if emit.ids[0] == LIVE_COLUMN:
                 rows = self._row_of[handles]

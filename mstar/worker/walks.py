@@ -59,9 +59,13 @@ class WalkRunner:
             for partition in self._input_partitions.get(name, ()):
                 self._graph.persist(request.handle, partition, name, self._store.put(host_tensors.to_torch(value)))
 
-    def walk_ended(self, handle: int, partition: str, routed: Routed) -> None:
-        """This worker's part of a walk is over: enter the next of the plan, or report."""
-        self.next_walk(self._requests[handle], partition, routed)
+    def follow(self, routed: Routed) -> None:
+        """This worker's part of some walks is over: enter the next of the plan or report, until none ends at once."""
+        while routed.walk_done:
+            done, routed.walk_done = routed.walk_done, []
+            for handle, partition in done:
+                self.next_walk(self._requests[handle], partition, routed)
+            self._graph.collect(routed)
 
     def next_walk(self, request: Request, partition: str, routed: Routed) -> None:
         """Enter the next walk; without one left, end the partition's streams and report. A walk that has nothing to run

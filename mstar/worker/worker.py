@@ -55,10 +55,13 @@ class Worker:
 
     def run(self) -> None:
         """Until `Shutdown`. Blocks on the bus whenever there is neither a step nor a row to run."""
-        tick = self.tick if self._overlap else self.tick_plain
         while not self._parts.inbox.closing:
-            if not tick() and not self._parts.inbox.closing:
+            if not self.tick_once() and not self._parts.inbox.closing:
                 self._rest()
+
+    def tick_once(self) -> bool:
+        """One tick of the loop that this worker runs. False: there was nothing to do."""
+        return self.tick() if self._overlap else self.tick_plain()
 
     def tick_plain(self) -> bool:
         """Schedule, run, finish: one step from composition to routing. False: nothing to do."""
@@ -225,8 +228,8 @@ class Worker:
                     nxt.dropped.update(row for row in part.taken.rows if row in ended)
         if cur.failed:
             self._fail_rows({row: why for row, why in cur.failed.items() if row not in cur.dropped})
-        for handle, partition in routed.walk_done:
-            parts.walks.walk_ended(handle, partition, routed)
+        parts.outbox.count(routed)
+        parts.walks.follow(routed)
         parts.outbox.flush(cur, routed)
         parts.teardown.release(handles)
 
