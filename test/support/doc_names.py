@@ -142,7 +142,8 @@ def _exists_variable(name: str) -> bool:
 
 
 def _exists_metric(name: str) -> bool:
-    return bool(re.search(rf"\b{re.escape(name.split('{')[0])}\b", _source()))
+    name = name.split("{")[0]
+    return any(re.search(rf"\b{re.escape(stem)}\b", _source()) for stem in (name, name.removesuffix("_total")))
 
 
 def _exists_route(name: str) -> bool:

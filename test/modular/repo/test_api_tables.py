@@ -1,0 +1,77 @@
+"""Tables of `docs/serving.rst`: request fields equal the schemas, routes the routers, metrics what is exported."""
+
+import ast
+import re
+
+from pydantic.fields import FieldInfo
+from support.repository import PACKAGE, ROOT, dotted, package_files, tree
+
+from mstar.api_server.openai.chat_schema import ChatRequest
+from mstar.api_server.openai.completion_schema import CompletionRequest
+
+PAGE = (ROOT / "docs" / "serving.rst").read_text()
+SECTION = PAGE.split("Request fields\n---")[1].split("Answers\n---")[0]
+TABLE, NEUTRAL = SECTION.split("*Accepted,")
+
+
+def _accepts_something(field: FieldInfo) -> bool:
+    return field.annotation is not type(None)
+
+
+def _supported(schema: type) -> set[str]:
+    return {name for name, field in schema.model_fields.items() if _accepts_something(field)}
+
+
+def _table(*where: str) -> set[str]:
+    return {name for name, place in re.findall(r"\* - ``(\w+)``\n {5}- (\w+)\n", TABLE) if place in where}
+
+
+def _neutral() -> set[str]:
+    known = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
+    return set(re.findall(r"``(\w+)[`:]", NEUTRAL)) & known
+
+
+def test_every_accepted_field_is_documented():
+    assert _table("both", "chat", "text") | _neutral() == _supported(ChatRequest) | _supported(CompletionRequest)
+    assert _table("both", "chat", "text") & _neutral() == set()
+
+
+def test_fields_are_documented_for_the_routes_that_take_them():
+    assert _table("both") <= _supported(ChatRequest) & _supported(CompletionRequest)
+    assert _table("chat") <= _supported(ChatRequest) - _supported(CompletionRequest)
+    assert _table("text") <= _supported(CompletionRequest) - _supported(ChatRequest)
+
+
+def test_documented_names_are_no_refused_ones():
+    assert "guided_json" in CompletionRequest.model_fields
+    assert "guided_json" not in _supported(CompletionRequest)
+
+
+def _routes() -> set[str]:
+    """METHOD /path of every decorator `router.method("/path", ...)` under the API server."""
+    found = set()
+    for path in sorted((PACKAGE / "api_server").rglob("*.py")):
+        for node in ast.walk(tree(path)):
+            for decorator in getattr(node, "decorator_list", []):
+                if isinstance(decorator, ast.Call) and dotted(decorator.func).startswith("router."):
+                    method = dotted(decorator.func).removeprefix("router.").upper()
+                    found.add(f"{method} {ast.literal_eval(decorator.args[0])}")
+    return found
+
+
+def _first_cells(heading: str) -> set[str]:
+    section = PAGE.split(f"{heading}\n---")[1].split("\n---")[0]
+    return set(re.findall(r"^   \* - ``(.+)``$", section, re.MULTILINE))
+
+
+def test_routes_equal_the_routers():
+    assert "POST /v1/chat/completions" in _routes()
+    assert _first_cells("Routes") == {re.sub(r":\w+}", "}", route) for route in _routes()}
+
+
+def test_metrics_equal_what_is_exported():
+    exporting = ("api_server", "worker", "engine", "conductor", "communication")
+    sources = [path.read_text() for path in package_files() if path.relative_to(PACKAGE).parts[0] in exporting]
+    exported = {name for source in sources for name in re.findall(r"[\"'](mstar_[a-z_]+)", source)}
+    documented = {name.split("{")[0] for name in _first_cells("Metrics")}
+    assert {name.removesuffix("_total") for name in documented} == {name.removesuffix("_total") for name in exported}
