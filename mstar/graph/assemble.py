@@ -171,6 +171,9 @@ class WalkAssembler:
             routes=tuple(self._route(signal) for signal in self._signals.of_unit[node]),
             self_inputs=tuple(renewed),
             self_signals=tuple(dict.fromkeys(renewed.values())),
+            live_externals=tuple(
+                name for name, nodes in self._tables.takers[self._partition.name].items() if nodes == {node.name}
+            ),
             spec_need=spec_need,
             speculates=node.scope is not None and not waits and node.node.enable_async_scheduling,
         )

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 
 from mstar.graph.outflow import Outflow
 from mstar.graph.program import ROOT, LoopProgram, NodeProgram, PartitionProgram, PersistOp, Route, WalkProgram
-from mstar.graph.protocol import NO_TENSOR
+from mstar.graph.protocol import LIVE_COLUMN, NO_TENSOR, GraphError
 from mstar.graph.ready import ReadyIndex
 from mstar.graph.references import References, Value
 from mstar.graph.rows import RequestState, RowState
 from mstar.graph.stream_desk import StreamDesk
+
+_SPENT = -2
+"""In place of a persisted live value that cannot be read any more."""
 
 
 class RowMachine:
@@ -37,7 +40,17 @@ class RowMachine:
         self._wake = wake
 
     def enter(self, row: RowState, program: WalkProgram) -> None:
-        """Start a walk. It may be over at once: ask `is_over`."""
+        """Start a walk. It may be over at once: ask `is_over`.
+
+        Raises:
+            GraphError: an input is bound to a live value that its node has overwritten since; nothing has changed.
+        """
+        persisted = row.request.persisted.get(row.partition.index, {})
+        for _, name, _ in program.externals:
+            if persisted.get(name) == _SPENT:
+                raise GraphError(
+                    f"walk {program.walk!r} takes {name!r}, a live value whose node has run since; persist a tensor"
+                )
         row.program = program
         row.active = True
         row.done = row.ready = row.running = row.stopping = row.arrived = row.filled = 0
@@ -46,18 +59,27 @@ class RowMachine:
         row.iterations = [0] * len(program.loops)
         row.sequences = [0] * len(program.nodes)
         self.resolve_limits(row)
-        persisted = row.request.persisted.get(row.partition.index, {})
         for position, name, optional in program.externals:
             if name in persisted:
                 self._set(row, position, persisted[name])
             elif optional:
                 self._set(row, position, NO_TENSOR)
+        if LIVE_COLUMN in persisted.values():
+            self._spend_live(persisted, program)
         self._skip_loops(row, program.root_loops)
         waiting, row.parked = row.parked, []
         for slot, ids in waiting:
             self.arrive(row, slot, ids, parked=True)
         for node in program.nodes:
             self.try_ready(row, node)
+
+    @staticmethod
+    def _spend_live(persisted: dict[str, Value], program: WalkProgram) -> None:
+        """A persisted live value serves one walk: the node that made it, and alone takes it, writes its column anew."""
+        names = {name for node in program.nodes for name in node.live_externals}
+        for name in names.intersection(persisted):
+            if persisted[name] == LIVE_COLUMN:
+                persisted[name] = _SPENT
 
     def is_over(self, row: RowState) -> bool:
         program = row.program

@@ -109,6 +109,8 @@ class NodeProgram:
     """Inputs renewed each iteration from an output of the node itself, in the loop directly around it."""
     self_signals: tuple[str, ...]
     """The outputs that renew them."""
+    live_externals: tuple[str, ...]
+    """Persisted signals that may be bound to a live value of this node."""
     spec_need: int
     """Positions that must be filled for the next iteration to run straight after this one, besides `self_inputs`."""
     speculates: bool
