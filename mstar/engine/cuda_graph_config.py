@@ -7,13 +7,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
+class StaticInput(NamedTuple):
+    """A tensor input of a captured walk: shape of one row, and its dtype by torch name (`"float32"`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class CudaGraphConfig:
-    """`walk` is captured once per size. `cg_key_info` distinguishes variants of one walk."""
+    """`walk` is captured once per size. `cg_key_info` distinguishes variants of one walk. `static_inputs` lists every
+    tensor input that its forward reads (tokens, positions and the like are the engine's)."""
 
     walk: str
     capture_batch_sizes: tuple[int, ...] | None = None
     cg_key_info: Hashable = None
+    static_inputs: tuple[StaticInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

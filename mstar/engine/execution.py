@@ -1,8 +1,7 @@
 """`Step`: one forward of one node over its rows, from composition to routing.
 
-Built by the worker's micro-scheduler, carried through the engine, read back in `check_stop` and `route`. Columns; owned by
-the worker's loop thread, except `work`, which the device executor runs once, and `outputs`, which it writes before
-`event` fires.
+Built by the worker's micro-scheduler, carried through the engine, read back in `check_stop` and `route`. Columns; owned
+by the worker's loop thread. What the device executor does for a step hangs in `plan`, which is the engine's own.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mstar.communication.messages import TokenLogprobs
 from mstar.graph.protocol import LIVE_COLUMN, TakenRows
 
 if TYPE_CHECKING:
@@ -37,6 +37,30 @@ class StepPart(NamedTuple):
     taken: TakenRows
     begin: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log-softmax of the raw logits, for the rows of a step that asked: `index[row]` is a row's place in the columns
+    (-1: it did not ask). `logprobs` fp32 [n] of the drawn tokens; `top_ids` int32 and `top_logprobs` fp32 [n, widest],
+    of which place i asked for `num_top[i]`."""
+
+    index: np.ndarray
+    num_top: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def __getitem__(self, row: int) -> TokenLogprobs | None:
+        place = int(self.index[row])
+        if place < 0:
+            return None
+        num_top = int(self.num_top[place])
+        return TokenLogprobs(
+            float(self.logprobs[place]),
+            tuple(self.top_ids[place, :num_top].tolist()),
+            tuple(self.top_logprobs[place, :num_top].tolist()),
+        )
 
 
 @dataclass(slots=True)

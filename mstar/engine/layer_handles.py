@@ -13,8 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor, nn
 
-from mstar.engine.resources.base import Resource
-
 
 class RotaryHandle(Protocol):
     """Rotary tables and the positions of this step's tokens."""
@@ -43,7 +41,8 @@ class SamplerHandle(Protocol):
 
     def sample(self, logits: Tensor) -> Tensor:
         """int32 [rows]: one token per row of `logits [rows, vocab]` (any float dtype), written to the live column of
-        the rows that draw in this step."""
+        the rows that draw in this step. Fp32 logits are the sampler's to overwrite. Once per forward; the result is a
+        buffer of the sampler's, so a node returns it as it is."""
         ...
 
     def stopped(self, handles: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -61,7 +60,13 @@ class UsesResources(Protocol):
     def bind_resources(self, find: FindLayer) -> None: ...
 
 
-def bind_layers(node: str, module: nn.Module, resources: Mapping[str, Resource]) -> None:
+class HasLayers(Protocol):
+    """The side of a resource that layers are bound to."""
+
+    def layer(self, index: int) -> Any: ...
+
+
+def bind_layers(node: str, module: nn.Module, resources: Mapping[str, HasLayers]) -> None:
     """Give every layer of `module` its handles.
 
     Raises:

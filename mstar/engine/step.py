@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Rows(NamedTuple):
-    """Rows of a step. `handles` int32 [rows]; `spans` int32 [rows]: tokens each row adds (0: read only)."""
+    """Rows of a step. `handles` int64 [rows], distinct; `spans` int32 [rows]: tokens each row adds (0: read only)."""
 
     handles: np.ndarray
     spans: np.ndarray

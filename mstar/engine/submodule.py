@@ -1,7 +1,7 @@
 """`NodeSubmodule`: the tensor half of a model's node, as the engine calls it.
 
-The contract lives here, with the caller. `prepare_*`, `declare_step` and `check_stop` run on the worker's loop thread on
-host integers; `forward*` run wherever the device executor runs and must be tensor in, tensor out: no host sync, no
+The contract lives here, with the caller. `prepare_*`, `declare_step` and `check_stop` run on the worker's loop thread
+on host integers; `forward*` run wherever the device executor runs and must be tensor in, tensor out: no host sync, no
 data-dependent Python, no I/O.
 """
 
@@ -24,9 +24,10 @@ from mstar.engine.step import Rows, SubmoduleStep
 class RowColumns(NamedTuple):
     """What a node may know of its rows before a step; all host, one entry per row.
 
-    `lengths` int32: tokens in the row's cache; `num_prompt` int32: prompt tokens; `num_draws` int32: tokens sampled so
-    far; `iterations` int32: innermost loop iteration; `finals` bool: the pass takes its stream's last chunk. `prompts`: the prompt ids,
-    int32, by row (None where the request has none). `live` input names whose value is the live column.
+    `handles` int64. `lengths` int32: tokens in the row's cache; `num_prompt` int32: prompt tokens; `num_draws` int32:
+    tokens sampled so far (`check_stop` sees the counts from before its step); `iterations` int32: innermost loop
+    iteration; `finals` bool: the pass takes its stream's last chunk. `prompts`: the prompt ids, int32, by row (None
+    where the request has none). `live`: input names whose value is the live column in every row.
     """
 
     handles: np.ndarray
@@ -50,7 +51,7 @@ class NodeBatch(NamedTuple):
 
 
 class NodeInputs(NamedTuple):
-    """One row's wish, for nodes without a columnar path: span, host token ids (int32 [span]) or None, samples or not."""
+    """One row's wish, for nodes without a columnar path: span, host token ids int32 [span] or None, samples or not."""
 
     span: int = 0
     token_ids: np.ndarray | None = None
@@ -63,8 +64,9 @@ class EngineInputs:
 
     `tokens` int64 [tokens]: resolved ids (host ids, live column where asked). `last` int64 [rows]: index of each row's
     last token. `tensors[name]`: inputs stacked over rows `[rows, ...]`; inputs whose rows differ in shape, and
-    lists (stream chunks `[items, ...]`, accumulated outputs), come in `ragged[name]` as one tensor per row instead.
-    `iterations` int64 [rows]. `num_rows` is the number of real rows.
+    lists (stream chunks `[items, ...]`, accumulated outputs), come in `ragged[name]` as one tensor per row instead (an
+    empty one for a row that lacks an optional input or whose list is empty). Both are made when read.
+    `iterations` int64 [rows]. `num_rows` is the number of real rows; in a captured forward that of the bucket.
     """
 
     num_rows: int
@@ -79,7 +81,8 @@ NodeOutputs = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By signal: `[rows, ...]` stacked, or one tensor per row where shapes differ."""
 
 
-class StopDecision(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StopDecision:
     """`index` int [n]: positions in the rows given. `loop`: the loop that ends for them (None: none).
     `finish`: the partition has produced what was asked; walks still planned are skipped."""
 
@@ -89,7 +92,11 @@ class StopDecision(NamedTuple):
 
 
 class NodeSubmodule(nn.Module, ABC):
-    """Base of every node. A stateless node implements `forward_batched` only."""
+    """Base of every node. A stateless node implements `forward_batched` only.
+
+    In a step of two parts (walks that `ChunkingPolicy.batch_with` lets share one) `prepare_*` and `check_stop` are
+    called per part; `declare_step` and `forward_batched` once, with the walk of the last part, which has the prompts.
+    """
 
     max_rows: int | None = None
 
@@ -113,7 +120,7 @@ class NodeSubmodule(nn.Module, ABC):
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs: ...
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
-        """Host copies of the signals in `host_signals`, `[rows, ...]`; the only place where values are read on the host."""
+        """Host copies of the signals in `host_signals`, `[rows, ...]`: the only place where values are read there."""
         return []
 
     host_signals: frozenset[str] = frozenset()

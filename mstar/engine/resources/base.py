@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from mstar.communication.messages import PlanRow, SamplingParams
-from mstar.engine.execution import AdmitOutcome
+from mstar.engine.execution import AdmitOutcome, StepOutputs
 from mstar.engine.step import ResourceStep, Rows
+from mstar.engine.transaction import Transaction
 
 if TYPE_CHECKING:
-    from mstar.engine.staging import StagingField
+    from torch import Tensor
+
+    from mstar.engine.staging import StagingField, StepShape
 
 
 class OpenConfig(NamedTuple):
@@ -28,75 +31,78 @@ class OpenConfig(NamedTuple):
     max_total_tokens: int
 
 
-class Transaction:
-    """Undo log of one step's control-plane changes: `undo(f)` registers, `rollback` runs them newest first."""
-
-    __slots__ = ("_undo", "open")
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-        self.open = True
-
-    def undo(self, action: Callable[[], None]) -> None:
-        self._undo.append(action)
-
-    def commit(self) -> None:
-        self._close()
-        self._undo.clear()
-
-    def rollback(self) -> None:
-        self._close()
-        while self._undo:
-            self._undo.pop()()
-
-    def _close(self) -> None:
-        if not self.open:
-            raise RuntimeError("a transaction is closed exactly once")
-        self.open = False
-
-
 class StepContext(NamedTuple):
-    """What every resource sees of a step: the node's own rows, and where its staging fields are (numpy views of the
-    slot, by field name)."""
+    """What every resource sees of a step: the node's own rows (or the declared ones), and, from `plan` on, where its
+    staging fields are (numpy views of the staging slot, by field name) and their padded shape."""
 
     rows: Rows
     staging: Mapping[str, np.ndarray]
-    num_padded_rows: int
-    num_padded_tokens: int
+    shape: StepShape
 
 
-class Resource(ABC):
-    """One resource of one node group. See `docs/architecture.rst`, "Engine"."""
+Work = Callable[[], None]
+"""A piece of device work: runs on the executor, in submission order."""
+
+
+S = TypeVar("S", bound=ResourceStep)
+
+
+class Resource(ABC, Generic[S]):
+    """One resource of one node group; `S` is its part in a step. See `docs/architecture.rst`, "Engine"."""
 
     key: str
+    reads: tuple[str, ...] = ()
+    """Keys of resources whose staged fields this one reads: a step that touches it must touch them."""
     force_double_buffer = False
+    """`plan` writes device buffers of its own instead of staging everything; it then alternates between two."""
 
     # control plane
     @abstractmethod
-    def open(self, handle: int, config: OpenConfig) -> None: ...
+    def open(self, handle: int, config: OpenConfig) -> None:
+        """Raises `ValueError`, with a message for the client, for a request that this resource cannot serve."""
+
     @abstractmethod
-    def close(self, handle: int) -> None: ...
+    def close(self, handle: int) -> None:
+        """Forget the handle, opened or only promised room; no step may hold a row of it."""
+
+    def cancel_open(self, handle: int) -> None:
+        """Undo `open`, but keep promised room: another resource refused the request."""
 
     def reserve(self, handle: int, num_tokens: int) -> bool:
-        """Promise room for a whole request before its first step; False: not now. `close` gives it back."""
+        """Promise room for a whole request before its first step; False: not now. A later call replaces the promise,
+        0 gives it back, and so does `close`."""
         return True
 
     def most_tokens(self) -> int | None:
         """Tokens one request could hold with the pool empty; None: no limit."""
         return None
 
-    def admit(self, step: ResourceStep, ctx: StepContext, txn: Transaction) -> AdmitOutcome:
+    def num_pages(self, step: S, rows: Rows) -> int:
+        """Width of the step's page tables: pages of the longest row after the step (0: it has no table)."""
+        return 0
+
+    def admit(self, step: S, ctx: StepContext, txn: Transaction) -> AdmitOutcome:
         """Reserve what the rows need; on refusal change nothing."""
         return AdmitOutcome()
 
-    def plan(self, step: ResourceStep, ctx: StepContext) -> Any:
-        """Write addresses into the step's staging slot; returns host facts the forward needs (kept with the step)."""
+    def plan(self, step: S, ctx: StepContext) -> Any:
+        """Write addresses of the real rows into the step's staging slot (the engine fills the padding from the fields'
+        declarations); returns host facts the forward needs. Lengths are those before the step. Touches no device."""
         return None
 
-    def advance(self, step: ResourceStep, ctx: StepContext, txn: Transaction) -> None:
+    def capturable(self, plan: Any) -> bool:
+        """Whether this plan's forward is the one that a capture replays."""
+        return True
+
+    def advance(self, step: S, ctx: StepContext, txn: Transaction) -> None:
         """Move lengths and draw indices; undone by a rollback."""
 
-    def publish(self, step: ResourceStep, rows: Rows) -> None:
+    def settle(self, plan: Any, rows: Rows, host: Mapping[str, np.ndarray], outputs: StepOutputs) -> Mapping[int, str]:
+        """The step has ended; `host` holds this resource's `host_outputs`. May add to `outputs`; returns failed handles
+        with the reason."""
+        return {}
+
+    def publish(self, step: S, rows: Rows) -> None:
         """The rows' step has ended well: seal what is full."""
 
     # data plane
@@ -107,8 +113,25 @@ class Resource(ABC):
     def staging_fields(self) -> Sequence[StagingField]:
         return ()
 
-    def begin_forward(self, plan: Any, staging: Mapping[str, Any]) -> None:
+    def drain_work(self) -> Sequence[Work]:
+        """Device work queued by control-plane calls since the last submit (table rows, cleared counters); it runs in
+        order before the forward."""
+        return ()
+
+    def begin_forward(self, plan: Any, staging: Mapping[str, Tensor]) -> None:
         """Point the layer handles at this step's plan and staged tensors; runs on the executor, before the forward."""
+
+    def end_forward(self, plan: Any) -> None:
+        """The forward has succeeded: write what later steps read (live tokens, counts). Runs on the executor."""
+
+    def host_outputs(self, plan: Any) -> Mapping[str, Tensor]:
+        """Tensors that `settle` wants on the host, one entry per row of the step (padding is cut off); asked on the
+        executor after `end_forward`."""
+        return {}
+
+    def narrow(self, plan: Any, begin: int, end: int) -> Any:
+        """The plan for rows `begin:end` alone, when a step has to be run in pieces."""
+        return plan
 
     def memory_plan(self) -> Sequence[PlanRow]:
         return ()

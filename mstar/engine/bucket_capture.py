@@ -1,0 +1,108 @@
+"""Captures the declared walks of a node at start-up: largest bucket first, every row a sink row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.engine import node_runtime as fields
+from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig
+from mstar.engine.cuda_graph_runner import Bucket
+from mstar.engine.engine_config import EngineConfig
+from mstar.engine.forward import record_bucket
+from mstar.engine.node_runtime import NodeRuntime
+from mstar.engine.resources.base import StepContext
+from mstar.engine.resources.paged_kv import PagedKV
+from mstar.engine.staging import DeviceBlock, StepShape, fill_padding
+from mstar.engine.step import Rows
+from mstar.engine.step_builder import StepBuilder, touched_resources
+from mstar.graph.protocol import ReadyKey, TakenRows
+
+Progress = Callable[[str, int, int], None]
+"""(label, done, total)"""
+
+
+class CaptureError(Exception):
+    """A declared walk cannot be captured. Start-up ends with it."""
+
+
+def capture_buckets(
+    nodes: Sequence[NodeRuntime], builder: StepBuilder, config: EngineConfig, progress: Progress | None = None
+) -> int:
+    """Capture what the nodes declare at the deployment's sizes; returns how many buckets there are."""
+    wanted = [
+        (node, declared, size)
+        for node in nodes
+        for declared in node.submodule.get_cuda_graph_configs()
+        for size in capture_sizes(declared, config)
+    ]
+    wanted.sort(key=lambda item: -item[2])
+    for done, (node, declared, size) in enumerate(wanted):
+        if progress is not None:
+            progress(f"capture {node.name} {declared.walk}", done, len(wanted))
+        node.graphs.add(capture_bucket(node, declared, size, builder, config))
+    if progress is not None and wanted:
+        progress("capture", len(wanted), len(wanted))
+    return len(wanted)
+
+
+def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[int]:
+    """Sizes of a declaration in this deployment, none above its row limit."""
+    sizes = config.capture_sizes if declared.capture_batch_sizes is None else declared.capture_batch_sizes
+    return sorted({size for size in sizes if 0 < size <= config.max_rows})
+
+
+@torch.inference_mode()
+def capture_bucket(
+    node: NodeRuntime, declared: CudaGraphConfig, size: int, builder: StepBuilder, config: EngineConfig
+) -> Bucket:
+    """One bucket, captured.
+
+    Raises:
+        CaptureError: the declaration is of a kind that cannot be captured here, or the node's hooks or forward failed.
+    """
+    if not isinstance(declared, BatchedCudaGraphConfig):
+        raise CaptureError(f"{node.name}: {type(declared).__name__} of walk {declared.walk!r} cannot be captured here")
+    sink = config.capacity
+    num_tokens = size if _takes_tokens(node, declared, builder, sink) else 0
+    caches = [resource.streams.max_pages for resource in node.resources.values() if isinstance(resource, PagedKV)]
+    layout = node.layouts.layout(StepShape(size, num_tokens, max(caches, default=0)))
+    key = BucketKey(declared.walk, size, num_tokens, 1 if num_tokens else 0, declared.cg_key_info)
+    bucket = Bucket(key, layout, DeviceBlock(config.device), _static_inputs(declared, size, config.device))
+    nobody = Rows(np.empty(0, np.int64), np.empty(0, np.int32))
+    step = node.submodule.declare_step(declared.walk, nobody, None)
+    touched = [] if step is None else touched_resources(node, step, nobody)
+    slot = node.staging.acquire()
+    try:
+        views = slot.views(layout)
+        fill_padding(layout, views, 0, 0)
+        views[fields.LAST][:] = np.arange(size)
+        ctx = StepContext(nobody, views, layout.shape)
+        for item in touched:
+            item.facts = item.resource.plan(item.step, ctx)
+        record_bucket(node, bucket, bucket.block.upload(slot, layout), touched)
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        raise CaptureError(f"capture of {node.name} {declared.walk!r} at {size} rows failed: {error}") from error
+    finally:
+        node.staging.release(slot)
+    return bucket
+
+
+def _takes_tokens(node: NodeRuntime, declared: CudaGraphConfig, builder: StepBuilder, sink: int) -> bool:
+    """Ask the node about one sink row in the middle of a request."""
+    built = builder.build(node, (TakenRows(ReadyKey(node.name, declared.walk), [sink], {}, {}, [0], [False]),))
+    if built.step is None:
+        return False
+    if built.step.failed:
+        raise CaptureError(f"{node.name} {declared.walk!r}: {built.step.failed[sink]}")
+    return built.step.plan.token_ids is not None
+
+
+def _static_inputs(declared: CudaGraphConfig, size: int, device: torch.device) -> dict[str, Tensor]:
+    return {
+        item.name: torch.zeros((size, *item.shape), dtype=getattr(torch, item.dtype), device=device)
+        for item in declared.static_inputs
+    }

@@ -1,0 +1,62 @@
+"""`EngineConfig`: what a deployment decides about an engine. Plain values; the composition root fills it in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """Dtypes of a forward: weights and activations share one (bf16 or fp32), as do the caches; logits and everything
+    that the sampler computes are fp32."""
+
+    weights: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.weights not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"weights are bfloat16 or float32, not {self.weights}")
+
+    @property
+    def cache(self) -> torch.dtype:
+        return self.weights
+
+    @property
+    def logits(self) -> torch.dtype:
+        return torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """`capacity`: handles 0 to capacity - 1. `max_rows`: rows of one step at most.
+
+    A cache is sized by `num_pages[key]` (pages that requests can own); caches without an entry share `resource_bytes`
+    in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
+    `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
+    declarations that name none (empty: such walks run eagerly, at their exact size). `stored_signals[node]`:
+    sampled-token signals that must become tensors of the store because something other than the same node or the client
+    receives them.
+
+    `debug_poison` makes what must not be read unreadable: padding and freed pages hold NaN, static outputs and output
+    slots are overwritten as soon as they may be. `guard_outputs=False` hands out the step's own buffers instead of
+    copies; only a test that shows why copies are needed wants that.
+    """
+
+    max_rows: int
+    max_seq_len: int
+    capacity: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    num_pages: Mapping[str, int] = field(default_factory=dict)
+    resource_bytes: int | None = None
+    backends: Mapping[str, str] = field(default_factory=dict)
+    capture_sizes: tuple[int, ...] = ()
+    stored_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    debug_poison: bool = False
+    guard_outputs: bool = True
+
+    @property
+    def precision(self) -> MixedPrecision:
+        return MixedPrecision(self.dtype)

@@ -1,0 +1,245 @@
+"""Running a node's forward over staged tensors: eager, in pieces, or as a replay. Executor only.
+
+Touches the step's staged tensors, its inputs and the device-side state of its resources; no control column, no store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.engine import node_runtime as fields
+from mstar.engine.cuda_graph_runner import Bucket
+from mstar.engine.node_runtime import NodeRuntime
+from mstar.engine.staging import narrow_staging
+from mstar.engine.step_inputs import Found, ragged_inputs, stacked_inputs
+from mstar.engine.step_plan import StepPlan
+from mstar.engine.submodule import EngineInputs, NodeOutputs
+from mstar.engine.touched import Touched
+
+log = logging.getLogger(__name__)
+
+LIVE_TOKEN = -1
+Value = Tensor | Sequence[Tensor | None]
+
+
+class Piece(NamedTuple):
+    """Outputs of rows `begin:end`, of the node and for the resources."""
+
+    begin: int
+    end: int
+    outputs: Mapping[str, Value]
+    host: Mapping[str, Tensor]
+    live: frozenset[str]
+
+
+class StepResult(NamedTuple):
+    """A step's outputs over its real rows. `live`: signals that are the sampler's tokens and nothing else."""
+
+    outputs: Mapping[str, Value]
+    host: Mapping[str, Tensor]
+    live: frozenset[str]
+    short_of_memory: list[tuple[int, int]]
+
+
+def run_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found) -> StepResult:
+    """The step at its exact size. A range of rows that does not fit into memory is tried once more in two halves."""
+    pieces: list[Piece] = []
+    lost: list[tuple[int, int]] = []
+    for begin, end in plan.ranges:
+        piece = _try_range(node, plan, staged, found, begin, end)
+        if piece is not None:
+            pieces.append(piece)
+            continue
+        middle = (begin + end + 1) // 2
+        for half in ((begin, middle), (middle, end)) if end - begin > 1 else ():
+            piece = _try_range(node, plan, staged, found, *half)
+            if piece is None:
+                lost.append(half)
+            else:
+                pieces.append(piece)
+        if end - begin == 1:
+            lost.append((begin, end))
+    num_rows = plan.rows.handles.size
+    if not pieces:
+        raise MemoryError(f"the forward of {node.name} runs out of memory, also at half of its {num_rows} rows")
+    if len(pieces) == 1 and not lost:
+        return StepResult(pieces[0].outputs, pieces[0].host, pieces[0].live, lost)
+    outputs = {name: _join([(p.begin, p.end, p.outputs[name]) for p in pieces], num_rows) for name in pieces[0].outputs}
+    host = {name: _placed([(p.begin, p.end, p.host[name]) for p in pieces], num_rows) for name in pieces[0].host}
+    return StepResult(outputs, host, pieces[0].live, lost)
+
+
+def run_bucket(
+    node: NodeRuntime, plan: StepPlan, bucket: Bucket, staged: Mapping[str, Tensor], found: Found, *, poison: bool
+) -> StepResult:
+    """The step as a replay over the bucket's static buffers."""
+    num_rows = plan.rows.handles.size
+    values = stacked_inputs(found, lambda: _live(node, staged)[:num_rows], slice(0, num_rows)) if bucket.inputs else {}
+    bucket.write_inputs({name: values[name] for name in bucket.inputs}, num_rows, poison=poison)
+    bucket.touched = plan.touched
+    for item in plan.touched:
+        item.resource.begin_forward(item.facts, staged)
+    bucket.graph.replay()
+    outputs = {name: tensor[:num_rows] for name, tensor in bucket.outputs.items()}
+    host = _host_outputs(plan.touched, num_rows)
+    return StepResult(outputs, host, bucket.live_signals, [])
+
+
+def record_bucket(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor], touched: list[Touched]) -> None:
+    """Capture the forward of `bucket` over `staged`, all of it sink rows."""
+    bucket.touched = touched
+    for item in touched:
+        item.resource.begin_forward(item.facts, staged)
+    key = bucket.key
+
+    def run() -> None:
+        tokens = _live(node, staged) if key.num_tokens else None
+        inputs = EngineInputs(key.bs, tokens, staged[fields.LAST], bucket.inputs, {}, staged[fields.ITERATIONS])
+        outputs = node.submodule.forward_batched(key.walk, inputs)
+        for item in bucket.touched:
+            item.resource.end_forward(item.facts)
+        bucket.live_signals = _live_signals(node, outputs)
+        for name, value in outputs.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{node.name}: output {name!r} of the captured walk {key.walk!r} is not one tensor")
+            if name not in bucket.outputs:
+                bucket.outputs[name] = torch.empty_like(value)
+            bucket.outputs[name].copy_(value)
+
+    bucket.graph.capture(run)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """An accelerator's, Python's, or torch's CPU allocator's (which raises a plain RuntimeError)."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    )
+
+
+def _try_range(
+    node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found, begin: int, end: int
+) -> Piece | None:
+    """None: out of memory."""
+    try:
+        return _run_range(node, plan, staged, found, begin, end)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        log.warning("%s: out of memory with %d rows: %s", node.name, end - begin, error)
+        return None
+
+
+def _run_range(
+    node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found, begin: int, end: int
+) -> Piece:
+    num_rows = plan.rows.handles.size
+    alone = (begin, end) == (0, num_rows)
+    touched = plan.touched
+    token_ids = plan.token_ids
+    if not alone:
+        borders = np.concatenate([[0], np.cumsum(plan.rows.spans)])
+        tokens = slice(int(borders[begin]), int(borders[end])) if token_ids is not None else slice(0, 0)
+        staged = dict(narrow_staging(node.layouts.fields, staged, slice(begin, end), tokens))
+        staged[fields.LAST] = staged[fields.LAST] - tokens.start
+        token_ids = None if token_ids is None else token_ids[tokens]
+        touched = [
+            Touched(item.resource, item.step, item.rows, item.resource.narrow(item.facts, begin, end))
+            for item in touched
+        ]
+    for item in touched:
+        item.resource.begin_forward(item.facts, staged)
+    outputs = node.submodule.forward_batched(
+        plan.walk, _inputs(node, plan, staged, found, token_ids, slice(begin, end))
+    )
+    _check_rows(node, outputs, end - begin)
+    for item in touched:
+        item.resource.end_forward(item.facts)
+    live = _live_signals(node, outputs)
+    host = _host_outputs(touched, end - begin)
+    if alone:
+        return Piece(begin, end, outputs, host, live)
+    # The next piece overwrites the resources' buffers.
+    kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+    return Piece(begin, end, kept, {name: value.clone() for name, value in host.items()}, live)
+
+
+def _inputs(
+    node: NodeRuntime,
+    plan: StepPlan,
+    staged: Mapping[str, Tensor],
+    found: Found,
+    token_ids: np.ndarray | None,
+    rows: slice,
+) -> EngineInputs:
+    def live() -> Tensor:
+        return _live(node, staged)
+
+    return EngineInputs(
+        num_rows=rows.stop - rows.start,
+        tokens=None if token_ids is None else _tokens(node, plan, staged, token_ids),
+        last=None if token_ids is None else staged[fields.LAST],
+        tensors=stacked_inputs(found, live, rows),
+        ragged=ragged_inputs(found, live, rows),
+        iterations=staged[fields.ITERATIONS],
+    )
+
+
+def _live(node: NodeRuntime, staged: Mapping[str, Tensor]) -> Tensor:
+    """Live token of each row, int64 [rows]."""
+    if node.sampler is None:
+        raise LookupError(f"node {node.name!r} reads live tokens, but has no sampler")
+    return node.sampler.live.index_select(0, staged[fields.HANDLES])
+
+
+def _tokens(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], token_ids: np.ndarray) -> Tensor:
+    if plan.live_only:
+        return _live(node, staged)
+    ids = staged[fields.TOKEN_IDS]
+    if node.sampler is None or not (token_ids == LIVE_TOKEN).any():
+        return ids
+    return torch.where(ids < 0, node.sampler.live.index_select(0, staged[fields.TOKEN_HANDLES]), ids)
+
+
+def _live_signals(node: NodeRuntime, outputs: NodeOutputs) -> frozenset[str]:
+    if node.sampler is None:
+        return frozenset()
+    return frozenset(name for name, value in outputs.items() if value is node.sampler.drawn)
+
+
+def _host_outputs(touched: Sequence[Touched], num_rows: int) -> dict[str, Tensor]:
+    return {
+        name: value[:num_rows] for item in touched for name, value in item.resource.host_outputs(item.facts).items()
+    }
+
+
+def _check_rows(node: NodeRuntime, outputs: NodeOutputs, num_rows: int) -> None:
+    for name, value in outputs.items():
+        if len(value) != num_rows:
+            raise ValueError(f"{node.name}: output {name!r} has {len(value)} rows for a step of {num_rows}")
+
+
+def _join(pieces: Sequence[tuple[int, int, Value]], num_rows: int) -> Value:
+    """One output over all rows of the step; rows that were lost are zero, or absent where rows differ in shape."""
+    tensors = [(begin, end, value) for begin, end, value in pieces if isinstance(value, Tensor)]
+    if len(tensors) == len(pieces) and len({value.shape[1:] for _, _, value in tensors}) == 1:
+        return _placed(tensors, num_rows)
+    rows: list[Tensor | None] = [None] * num_rows
+    for begin, end, value in pieces:
+        rows[begin:end] = list(value)
+    return rows
+
+
+def _placed(pieces: Sequence[tuple[int, int, Tensor]], num_rows: int) -> Tensor:
+    first = pieces[0][2]
+    whole = first.new_zeros((num_rows, *first.shape[1:]))
+    for begin, end, value in pieces:
+        whole[begin:end].copy_(value)
+    return whole

@@ -1,0 +1,119 @@
+"""What changes logits before a draw: repetition, presence and frequency penalties, bias, the floor under the length.
+
+Host bookkeeping (which request owns which row of which table) runs on the loop thread; tables live on the device and
+are written and read on the executor in step order, so counts are right while the loop plans ahead. Tables exist only
+once a request needs them, and grow by doubling. Row 0 of each belongs to nobody.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+class TableRows:
+    """Rows of a table, by handle: 0 for a handle without one. Freed rows are used again first."""
+
+    def __init__(self, num_handles: int) -> None:
+        self.of = np.zeros(num_handles, np.int64)
+        self._free: list[int] = []
+        self.num_rows = 1
+
+    def take(self, handle: int) -> int:
+        row = self._free.pop() if self._free else self.num_rows
+        self.num_rows = max(self.num_rows, row + 1)
+        self.of[handle] = row
+        return row
+
+    def release(self, handle: int) -> None:
+        if self.of[handle]:
+            self._free.append(int(self.of[handle]))
+            self.of[handle] = 0
+
+
+class TokenCounts:
+    """How often each token occurred: `output` int32 [rows, vocab] counts drawn tokens, `prompt` bool [rows, vocab]."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self.prompt = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
+
+    def reset(self, row: int, prompt_ids: np.ndarray) -> None:
+        """A request takes `row`; `prompt_ids` int64, inside the vocabulary."""
+        if row >= self.output.shape[0]:
+            self.output = _grown(self.output, row)
+            self.prompt = _grown(self.prompt, row)
+        self.output[row] = 0
+        self.prompt[row] = False
+        if prompt_ids.size:
+            self.prompt[row, torch.from_numpy(prompt_ids).to(self.prompt.device)] = True
+
+    def penalize(self, logits: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
+        """In place on `logits` fp32 `[n, vocab]`; penalties fp32 `[n, 1]`, `rows` int64 `[n]`.
+
+        Repetition (Keskar et al. 2019, CTRL) looks at prompt and output: it divides positive logits and multiplies
+        negative ones. Presence and frequency look at the output only and are subtracted, once and per occurrence.
+        """
+        counts = self.output[rows]
+        occurred = counts > 0
+        seen = occurred | self.prompt[rows]
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        torch.where(seen, scaled, logits, out=logits)
+        logits -= frequency * counts
+        logits -= presence * occurred
+
+    def count(self, rows: Tensor, tokens: Tensor) -> None:
+        """One more occurrence of `tokens[i]` int64 in each of `rows` (distinct)."""
+        self.output[rows, tokens] += 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.output.nbytes + self.prompt.nbytes
+
+
+class TokenBiases:
+    """Per row a list of (token, value) added to the logits, and a list of tokens masked below a number of draws.
+
+    Lists are padded with entries that change nothing (value 0; the list's own first token)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ids = torch.zeros((0, 1), dtype=torch.int64, device=device)
+        self._values = torch.zeros((0, 1), dtype=torch.float32, device=device)
+        self._floor_ids = torch.zeros((0, 1), dtype=torch.int64, device=device)
+
+    def reset(self, row: int, ids: np.ndarray, values: np.ndarray, floor_ids: np.ndarray) -> None:
+        """A request takes `row`. `floor_ids`: tokens that `add` masks while the row is under its floor."""
+        if row >= self._ids.shape[0] or ids.size > self._ids.shape[1] or floor_ids.size > self._floor_ids.shape[1]:
+            self._ids = _grown(self._ids, row, ids.size)
+            self._values = _grown(self._values, row, ids.size)
+            self._floor_ids = _grown(self._floor_ids, row, floor_ids.size)
+        self._ids[row] = 0
+        self._values[row] = 0.0
+        self._ids[row, : ids.size] = torch.from_numpy(ids).to(self._device)
+        self._values[row, : ids.size] = torch.from_numpy(values).to(self._device)
+        self._floor_ids[row] = int(floor_ids[0]) if floor_ids.size else 0
+        self._floor_ids[row, : floor_ids.size] = torch.from_numpy(floor_ids).to(self._device)
+
+    def add(self, logits: Tensor, rows: Tensor, floor: Tensor) -> None:
+        """In place on `logits` fp32 `[n, vocab]`. `floor` fp32 `[n]`: -inf for rows under their floor, else 0."""
+        logits.scatter_add_(1, self._ids[rows], self._values[rows])
+        masked = self._floor_ids[rows]
+        logits.scatter_add_(1, masked, floor[:, None].expand_as(masked))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ids.nbytes + self._values.nbytes + self._floor_ids.nbytes
+
+
+def _grown(table: Tensor, row: int, width: int = 0) -> Tensor:
+    """`table` with room for `row` and for `width` columns, contents kept, the rest zero."""
+    rows, columns = table.shape
+    num_rows = rows if row < rows else max(8, 2 * rows, row + 1)
+    num_columns = columns if width <= columns else max(width, 2 * columns)
+    grown = torch.zeros((num_rows, num_columns), dtype=table.dtype, device=table.device)
+    grown[:rows, :columns] = table
+    return grown

@@ -1,0 +1,264 @@
+"""`Sampler`: draws one token per row from logits, and owns the live token column.
+
+Control plane (loop thread): parameters and draw counts by handle (`SamplingColumns`), the plan of a step. Data plane
+(executor): the live column, the parameter table, counts and biases; `SamplerLayer.sample` runs in forwards. A token
+depends on the row's logits, parameters, seed and draw index, never on its neighbours.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.communication.messages import PlanRow, SamplingParams
+from mstar.engine.execution import StepOutputs
+from mstar.engine.resources import sampling_columns as column
+from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
+from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts
+from mstar.engine.resources.logprobs import log_probabilities, unpack
+from mstar.engine.resources.sampling_columns import SamplingColumns, check_sampling, without_text
+from mstar.engine.resources.sampling_plan import SamplingPlan, plan_sampling
+from mstar.engine.resources.token_choice import ChoiceParams, choose_tokens
+from mstar.engine.spec import SamplerSpec
+from mstar.engine.staging import StagingField
+from mstar.engine.step import Rows, SamplerStep
+from mstar.kernels import ops
+
+FAILED_TOKEN = -1
+"""In a step's tokens: the row's logits had no finite maximum."""
+
+_GROUP_FIELDS: Mapping[str, Mapping[str, Literal["int64", "float32"]]] = {
+    "sampled": {"rows": "int64", "handles": "int64", "uniform": "float32"},
+    "penalized": {"rows": "int64", "handles": "int64", "table": "int64"},
+    "biased": {"rows": "int64", "table": "int64", "floor": "float32"},
+    "asked": {"rows": "int64"},
+}
+
+
+class Sampler(Resource[SamplerStep]):
+    """`live` int64 [capacity + 1]: each handle's last token; the last entry is the sink's."""
+
+    def __init__(self, spec: SamplerSpec, *, capacity: int, max_rows: int, device: torch.device) -> None:
+        self.key = spec.key
+        self.vocab_size = spec.vocab_size
+        self._stream = 0 if spec.samples_text else zlib.crc32(spec.key.encode())
+        self._samples_text = spec.samples_text
+        self.columns = SamplingColumns(capacity + 1, spec.vocab_size)
+        self.live = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self._sink = capacity
+        self._device = device
+        self._table = torch.from_numpy(self.columns.params.copy()).to(device)
+        self._count_rows = TableRows(capacity + 1)
+        self._bias_rows = TableRows(capacity + 1)
+        self._counts = TokenCounts(spec.vocab_size, device)
+        self._biases = TokenBiases(device)
+        self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._work: list[Work] = []
+        self._fresh: list[int] = []
+        self._staged: Mapping[str, Tensor] = {}
+        self._plan = SamplingPlan(np.empty(0, np.bool_))
+        self.drawn: Tensor = self._tokens[:0]
+        """What the running forward drew (executor); an output that is this very tensor stays in the live column."""
+        self._logprobs: Tensor | None = None
+
+    def open(self, handle: int, config: OpenConfig) -> None:
+        params = config.sampling if self._samples_text else without_text(config.sampling)
+        check_sampling(params, self.vocab_size)
+        self.columns.open(handle, params, self._stream)
+        self._fresh.append(handle)
+        if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+            self._open_counts(handle, config.prompt_ids)
+        if params.bias_ids or self.columns.min_tokens[handle] > 0:
+            self._open_biases(handle, params)
+
+    def cancel_open(self, handle: int) -> None:
+        self.close(handle)
+
+    def close(self, handle: int) -> None:
+        self.columns.close(handle)
+        self._count_rows.release(handle)
+        self._bias_rows.release(handle)
+
+    def plan(self, step: SamplerStep, ctx: StepContext) -> SamplingPlan:
+        handles = ctx.rows.handles
+        plan = plan_sampling(
+            self.columns,
+            handles,
+            step.kept,
+            self._count_rows.of,
+            self._bias_rows.of,
+            sorts_all=self._device.type != "cpu",
+        )
+        dst = ctx.staging[self.key + ".dst"]
+        dst[: handles.size] = handles if step.kept is None else np.where(step.kept, handles, self._sink)
+        if not plan.plain:
+            for name, group in plan.groups().items():
+                if group.size:
+                    ctx.staging[f"{self.key}.{name}.rows"][: group.size] = group.rows
+                    for field, values in group.columns.items():
+                        ctx.staging[f"{self.key}.{name}.{field}"][: group.size] = values
+        return plan
+
+    def capturable(self, plan: SamplingPlan) -> bool:
+        return plan.plain
+
+    def advance(self, step: SamplerStep, ctx: StepContext, txn: Transaction) -> None:
+        handles = ctx.rows.handles if step.kept is None else ctx.rows.handles[step.kept]
+        num_draws = self.columns.num_draws
+        before = num_draws[handles]
+        num_draws[handles] = before + 1
+
+        def undo() -> None:
+            num_draws[handles] = before
+
+        txn.undo(undo)
+
+    def settle(
+        self, plan: SamplingPlan, rows: Rows, host: Mapping[str, np.ndarray], outputs: StepOutputs
+    ) -> Mapping[int, str]:
+        if plan.asked.size:
+            num_top = self.columns.num_logprobs[rows.handles[plan.asked.rows]]
+            outputs.logprobs = unpack(plan.asked.rows, num_top, host[self.key + ".logprobs"])
+        failed = (host[self.key + ".tokens"] == FAILED_TOKEN) & plan.kept
+        if not failed.any():
+            return {}
+        return dict.fromkeys(rows.handles[failed].tolist(), "the model's logits are not finite (NaN or infinity)")
+
+    def layer(self, index: int) -> SamplerLayer:
+        return SamplerLayer(self)
+
+    def staging_fields(self) -> Sequence[StagingField]:
+        groups = (
+            StagingField(f"{self.key}.{group}.{name}", dtype, "row")
+            for group, fields in _GROUP_FIELDS.items()
+            for name, dtype in fields.items()
+        )
+        return (StagingField(self.key + ".dst", "int64", "row", self._sink), *groups)
+
+    def drain_work(self) -> Sequence[Work]:
+        if not self._fresh:
+            return ()
+        handles = np.array(sorted(set(self._fresh)), np.int64)
+        values = self.columns.params[handles]
+        work = [lambda: self._write_params(handles, values), *self._work]
+        self._fresh, self._work = [], []
+        return work
+
+    def begin_forward(self, plan: SamplingPlan, staging: Mapping[str, Tensor]) -> None:
+        self._plan = plan
+        self._staged = staging
+        self._logprobs = None
+        if not plan.staged:
+            self._staged = {**staging, **self._cut_fields(plan)}
+
+    def end_forward(self, plan: SamplingPlan) -> None:
+        tokens = self.drawn.long().clamp_(min=0)
+        self.live.index_copy_(0, self._staged[self.key + ".dst"], tokens)
+        if plan.penalized.size:
+            rows = self._field("penalized", "rows")
+            self._counts.count(self._field("penalized", "table"), tokens[rows])
+
+    def host_outputs(self, plan: SamplingPlan) -> Mapping[str, Tensor]:
+        outputs = {self.key + ".tokens": self.drawn}
+        if self._logprobs is not None:
+            outputs[self.key + ".logprobs"] = self._logprobs
+        return outputs
+
+    def narrow(self, plan: SamplingPlan, begin: int, end: int) -> SamplingPlan:
+        return plan.narrow(begin, end)
+
+    def memory_plan(self) -> Sequence[PlanRow]:
+        num_bytes = self.live.nbytes + self._table.nbytes + self._tokens.nbytes
+        return (PlanRow(self.key, f"parameters of {self._sink} requests; penalties take more when used", num_bytes),)
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """See `mstar.engine.layer_handles.SamplerHandle.sample`."""
+        plan, num_rows = self._plan, logits.shape[0]
+        logits = logits.float()
+        tokens = self._tokens[:num_rows]
+        raw = logits[self._field("asked", "rows")] if plan.asked.size else None
+        self._adjust(logits, plan)
+        ops.greedy(logits, out=tokens)
+        finite = logits.gather(1, tokens.long()[:, None]).isfinite().squeeze(1)
+        if plan.sampled.size:
+            self._choose(logits, tokens, plan)
+        if raw is not None:
+            rows = self._field("asked", "rows")
+            columns = log_probabilities(raw, tokens[rows].long(), plan.num_top)
+            self._logprobs = columns.new_zeros((num_rows, columns.shape[1])).index_copy_(0, rows, columns)
+        tokens.masked_fill_(~finite, FAILED_TOKEN)
+        self.drawn = tokens
+        return tokens
+
+    def _adjust(self, logits: Tensor, plan: SamplingPlan) -> None:
+        if plan.penalized.size:
+            rows = self._field("penalized", "rows")
+            params = self._table[self._field("penalized", "handles")]
+            changed = logits[rows]
+            repetition, presence, frequency = (
+                params[:, i : i + 1] for i in (column.REPETITION, column.PRESENCE, column.FREQUENCY)
+            )
+            self._counts.penalize(changed, self._field("penalized", "table"), repetition, presence, frequency)
+            logits.index_copy_(0, rows, changed)
+        if plan.biased.size:
+            rows = self._field("biased", "rows")
+            changed = logits[rows]
+            self._biases.add(changed, self._field("biased", "table"), self._field("biased", "floor"))
+            logits.index_copy_(0, rows, changed)
+
+    def _choose(self, logits: Tensor, tokens: Tensor, plan: SamplingPlan) -> None:
+        rows = self._field("sampled", "rows")
+        params = self._table[self._field("sampled", "handles")]
+        choice = ChoiceParams(
+            *(params[:, i : i + 1] for i in (column.TEMPERATURE, column.TOP_K, column.TOP_P, column.MIN_P)),
+            self._field("sampled", "uniform")[:, None],
+        )
+        few = logits if plan.sampled.size == logits.shape[0] else logits[rows]
+        chosen = choose_tokens(few, choice, plan.num_candidates, needs_mass=plan.needs_mass)
+        tokens.index_copy_(0, rows, chosen.int())
+
+    def _field(self, group: str, name: str) -> Tensor:
+        return self._staged[f"{self.key}.{group}.{name}"][: self._plan.groups()[group].size]
+
+    def _cut_fields(self, plan: SamplingPlan) -> dict[str, Tensor]:
+        return {
+            f"{self.key}.{name}.{field}": torch.from_numpy(values).to(self._device)
+            for name, group in plan.groups().items()
+            for field, values in (("rows", group.rows), *group.columns.items())
+        }
+
+    def _open_counts(self, handle: int, prompt_ids: np.ndarray | None) -> None:
+        row = self._count_rows.take(handle)
+        prompt = np.empty(0, np.int64) if prompt_ids is None else np.asarray(prompt_ids, np.int64)
+        prompt = prompt[(prompt >= 0) & (prompt < self.vocab_size)]
+        self._work.append(lambda: self._counts.reset(row, prompt))
+
+    def _open_biases(self, handle: int, params: SamplingParams) -> None:
+        row = self._bias_rows.take(handle)
+        ids = np.array(params.bias_ids, np.int64)
+        values = np.array(params.bias_values, np.float32)
+        floor_ids = np.array(params.stop_token_ids if params.min_tokens > 0 else (), np.int64)
+        self._work.append(lambda: self._biases.reset(row, ids, values, floor_ids))
+
+    def _write_params(self, handles: np.ndarray, values: np.ndarray) -> None:
+        self._table[torch.from_numpy(handles).to(self._device)] = torch.from_numpy(values).to(self._device)
+
+
+class SamplerLayer:
+    """The layer handle (see `mstar.engine.layer_handles.SamplerHandle`)."""
+
+    __slots__ = ("_sampler",)
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def sample(self, logits: Tensor) -> Tensor:
+        return self._sampler.sample(logits)
+
+    def stopped(self, handles: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        return self._sampler.columns.stopped(handles, tokens)

@@ -1,0 +1,77 @@
+"""`StepWork`: what the executor does for one step, from upload to the copies of the outputs.
+
+Made on the loop thread at submit, called once on the executor. It reads the step's plan, its staging slot and the
+tensors handed in; it writes device-side state of the node's resources, the output slot, and finally `plan.done`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mstar.engine.forward import StepResult, Value, run_bucket, run_eager
+from mstar.engine.node_runtime import NodeRuntime
+from mstar.engine.output_ring import OutputSlot
+from mstar.engine.resources.base import Work
+from mstar.engine.step_inputs import Found
+from mstar.engine.step_plan import StepDone, StepPlan
+
+
+@dataclass(slots=True)
+class StepWork:
+    """See the module docstring. `queued`: device work of the resources that comes before the forward."""
+
+    node: NodeRuntime
+    plan: StepPlan
+    found: Found
+    queued: Sequence[Work]
+    slot: OutputSlot
+    guard_outputs: bool
+    poison: bool
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        for work in self.queued:
+            work()
+        node, plan = self.node, self.plan
+        assert plan.slot is not None and plan.layout is not None
+        if plan.bucket is None:
+            staged = node.block.upload(plan.slot, plan.layout)
+            result = run_eager(node, plan, staged, self.found)
+        else:
+            staged = plan.bucket.block.upload(plan.slot, plan.layout)
+            result = run_bucket(node, plan, plan.bucket, staged, self.found, poison=self.poison)
+        plan.done = self._copy_out(result)
+
+    def _copy_out(self, result: StepResult) -> StepDone:
+        """The step's last operation: whatever is read after the next submit is copied now."""
+        node = self.node
+        live = result.live - node.stored_signals
+        resource_host = {name: self._host(name, value) for name, value in result.host.items()}
+        host: dict[str, np.ndarray] = {}
+        for name in node.submodule.host_signals & result.outputs.keys():
+            value = result.outputs[name]
+            if name in result.live and node.sampler is not None:
+                host[name] = resource_host[node.sampler.key + ".tokens"]
+            elif isinstance(value, Tensor):
+                host[name] = self._host(name, value)
+            else:
+                raise TypeError(f"{node.name}: host signal {name!r} must be one tensor [rows, ...]")
+        stored = {name: self._kept(value) for name, value in result.outputs.items() if name not in live}
+        return StepDone(host, resource_host, stored, live, result.short_of_memory)
+
+    def _host(self, name: str, value: Tensor) -> np.ndarray:
+        if self.guard_outputs:
+            return self.slot.copy(name, value)
+        return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+
+    def _kept(self, value: Value) -> Value:
+        if not self.guard_outputs:
+            return value
+        if isinstance(value, Tensor):
+            return value.clone()
+        return [None if row is None else row.clone() for row in value]
