@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from mstar.communication.address import peer_name
 from mstar.communication.bus import Bus
 from mstar.communication.messages import (
     EmitFrame,
@@ -35,7 +36,7 @@ from mstar.conductor.events import Failure, FinishedEvent, RequestStream, Tensor
 from mstar.conductor.request_table import RequestRecord, RequestTable
 from mstar.conductor.statistics import Statistics
 from mstar.conductor.walks import WalkDirectory
-from mstar.conductor.worker_watch import WorkerWatch, worker_peer
+from mstar.conductor.worker_watch import WorkerWatch
 from mstar.conductor.workers import WorkerTable
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ class Conductor:
         if self._outgoing:
             outgoing, self._outgoing = self._outgoing, {}
             for rank, messages in outgoing.items():
-                self._bus.send(worker_peer(rank), messages)
+                self._bus.send(peer_name(rank), messages)
         if self._dirty:
             dirty, self._dirty = self._dirty, []
             for stream in dirty:

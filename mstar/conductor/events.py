@@ -14,6 +14,14 @@ from mstar.communication.messages import FinishReason, HostTensor, TokenLogprobs
 from mstar.conductor.request import GenerateRequest
 
 
+class PreparedEvent(NamedTuple):
+    """Prompt number `prompt` has been tokenized and its choices started. `tail`: its last token ids."""
+
+    prompt: int
+    num_tokens: int
+    tail: tuple[int, ...]
+
+
 class TokenEvent(NamedTuple):
     """One sampled token of the emitted signal `signal`."""
 
@@ -51,7 +59,7 @@ class Failure(NamedTuple):
     retry_after_s: int | None = None
 
 
-Event = TokenEvent | TensorEvent | FinishedEvent | Failure
+Event = PreparedEvent | TokenEvent | TensorEvent | FinishedEvent | Failure
 
 
 class RefusedError(Exception):
@@ -64,8 +72,8 @@ class RefusedError(Exception):
 
 class RequestStream:
     """Events of one request. `waiting[i]`: choice i has emitted nothing yet. `rids[i]`: its id on the wire, empty until
-    it is started. `num_open`: choices that have not finished; 0 too when the request has failed. `on_end` is called
-    once, when it becomes 0."""
+    it is started. `num_open`: choices that have not finished; 0 too when the request has failed. When it becomes 0,
+    `on_end` is called."""
 
     __slots__ = ("_pending", "_waiter", "is_dirty", "num_open", "on_end", "request", "rids", "submitted_at", "waiting")
 
@@ -76,9 +84,13 @@ class RequestStream:
         self.waiting = [True] * request.num_results
         self.rids = [""] * request.num_results
         self.is_dirty = False
-        self.on_end: Callable[[], object] = lambda: None
+        self.on_end: list[Callable[[], object]] = []
         self._pending: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
 
     def push(self, event: Event) -> None:
         self._pending.append(event)
@@ -87,7 +99,9 @@ class RequestStream:
         """So many choices have ended."""
         self.num_open -= num_choices
         if not self.num_open:
-            self.on_end()
+            for callback in self.on_end:
+                callback()
+            self.on_end.clear()
 
     def wake(self) -> None:
         self.is_dirty = False

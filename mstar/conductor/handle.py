@@ -21,7 +21,7 @@ from mstar.communication.host_tensors import from_numpy
 from mstar.communication.messages import OpenRequest
 from mstar.conductor.admission import check_text_length, grant_tokens
 from mstar.conductor.conductor import Conductor
-from mstar.conductor.events import Failure, RefusedError, RequestStream
+from mstar.conductor.events import Failure, PreparedEvent, RefusedError, RequestStream
 from mstar.conductor.preprocess import PreprocessPool
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
 from mstar.conductor.request_table import RequestRecord
@@ -32,6 +32,7 @@ from mstar.model.base import Model, ModelCard, NoParameters, PreparedPrompt
 
 logger = logging.getLogger(__name__)
 RETRY_FULL_QUEUE_S = 1
+PROMPT_TAIL = 8
 ABORTED = Failure(499, "request_aborted", "The request was aborted.")
 TIMED_OUT = Failure(504, "request_timeout", "The request took longer than this server allows.")
 SHUT_DOWN = Failure(503, "server_shutting_down", "The server is shutting down.")
@@ -131,7 +132,7 @@ class ConductorHandle:
         timer = None
         if self._request_timeout_s is not None:
             timer = asyncio.get_running_loop().call_later(self._request_timeout_s, self.abort, stream, TIMED_OUT)
-        stream.on_end = partial(self._ended, stream, timer)
+        stream.on_end.append(partial(self._ended, stream, timer))
         return stream
 
     def stop(self, stream: RequestStream, choice: int) -> None:
@@ -215,6 +216,8 @@ class ConductorHandle:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         for index, (prompt, length, max_tokens) in enumerate(zip(prepared, lengths, granted, strict=True)):
             self.statistics.num_prompt_tokens += length
+            tail = () if prompt.token_ids is None else tuple(prompt.token_ids[-PROMPT_TAIL:].tolist())
+            stream.push(PreparedEvent(index, length, tail))
             for i in range(request.num_choices):
                 sampling = msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens)
                 partitions, limits = self._walks.plan(prompt, max_tokens)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from mstar import __version__
+from mstar.communication.address import peer_name
 from mstar.communication.bus import Bus
 from mstar.communication.messages import Heartbeat, Hello, PeerLost, PeerUp, Ready, ToFront
 from mstar.communication.wire import why_refused
@@ -17,11 +18,6 @@ from mstar.conductor.workers import WorkerState, WorkerTable
 
 logger = logging.getLogger(__name__)
 SLACK_S = 0.01
-
-
-def worker_peer(rank: int) -> str:
-    """What this process calls the worker of a rank on its bus."""
-    return f"worker {rank}"
 
 
 class WorkerWatch:
@@ -81,7 +77,7 @@ class WorkerWatch:
     def peer_up(self, message: PeerUp) -> None:
         state = self._meet(message.rank, message.incarnation)
         if state is not None:
-            self._bus.connect(worker_peer(message.rank), message.address)
+            self._bus.connect(peer_name(message.rank), message.address)
             state.is_connected = True
             self._tell_if_ready()
 
@@ -89,7 +85,7 @@ class WorkerWatch:
         state = self._meet(message.rank, message.incarnation)
         if state is not None:
             state.is_lost = True
-            self._bus.disconnect(worker_peer(message.rank))
+            self._bus.disconnect(peer_name(message.rank))
             self._fail_rank(message.rank, f"worker {message.rank} has ended: {message.detail}")
 
     def close(self) -> None:

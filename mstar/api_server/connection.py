@@ -1,0 +1,128 @@
+"""HTTP connections: uvicorn's protocol with a bound on their number and on the size of a head, and errors in our shape.
+
+Front loop only. Above the bound a connection is answered 503 and closed, so that descriptors never run out: running out
+would make accepting spin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mstar.api_server.errors import error_body
+from mstar.conductor.events import Failure
+
+KEPT_DESCRIPTORS = 128
+"""For everything that is not a client: sockets of this process, files, the preprocess pool."""
+MAX_HEAD_BYTES = 64 * 1024
+MAX_REFUSED_WAITING = 32
+REFUSED_WAIT_S = 2.0
+TOO_MANY = Failure(503, "too_many_connections", "This server has too many connections. Try again later.")
+HEAD_TOO_LARGE = Failure(431, "head_too_large", f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit on open files to the hard one; returns how many connections fit under it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError):  # the system has a lower ceiling than the hard limit says
+            pass
+    return max(1, soft - KEPT_DESCRIPTORS) if soft != resource.RLIM_INFINITY else 1 << 20
+
+
+def raw_response(failure: Failure) -> bytes:
+    """A whole HTTP/1.1 response that closes the connection."""
+    body = error_body(failure)
+    retry = b"" if failure.status != 503 else b"retry-after: 1\r\n"
+    return (
+        b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (failure.status, REASONS[failure.status])
+        + b"content-length: %d\r\n" % len(body)
+        + retry
+        + b"connection: close\r\n\r\n"
+        + body
+    )
+
+
+class FrontProtocol(HttpToolsProtocol):
+    """`max_connections` holds for the process. A refused connection is answered when its request begins, so that the
+    answer is not lost behind data that nobody reads; a few may wait for that, for a short time."""
+
+    max_connections: ClassVar[int] = 1 << 20
+    refused_waiting: ClassVar[int] = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refusal_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > FrontProtocol.max_connections:
+            self.connections.discard(self)
+            if FrontProtocol.refused_waiting >= MAX_REFUSED_WAITING:
+                self._answer_and_close(TOO_MANY)
+                return
+            FrontProtocol.refused_waiting += 1
+            self._refusal_timer = self.loop.call_later(REFUSED_WAIT_S, self._answer_and_close, TOO_MANY)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal_timer is not None:
+            self._answer_and_close(TOO_MANY)
+        elif not self.transport.is_closing():
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_refusal()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._fits(len(url)):
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._fits(len(name) + len(value)):
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._answer_and_close(Failure(400, "invalid_http", msg))
+
+    def _fits(self, num_bytes: int) -> bool:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._answer_and_close(HEAD_TOO_LARGE)
+        return self._head_bytes <= MAX_HEAD_BYTES
+
+    def _answer_and_close(self, failure: Failure) -> None:
+        self._end_refusal()
+        if not self.transport.is_closing():
+            self.transport.write(raw_response(failure))
+            self.transport.close()
+
+    def _end_refusal(self) -> None:
+        if self._refusal_timer is not None:
+            self._refusal_timer.cancel()
+            self._refusal_timer = None
+            FrontProtocol.refused_waiting -= 1

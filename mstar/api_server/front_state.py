@@ -1,0 +1,81 @@
+"""What every route may use: the conductor's handle, the tokenizer for output, names and limits. Front loop only."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+
+from fastapi import Request
+from tokenizers import Tokenizer
+
+from mstar.api_server.token_text import TokenTexts
+from mstar.conductor.events import Failure, RefusedError, RequestStream
+from mstar.conductor.handle import ConductorHandle
+
+
+class LiveRequests:
+    """Streams by the names that a client may cancel them by, until they end. Two requests may share a name."""
+
+    def __init__(self) -> None:
+        self._streams: defaultdict[str, set[RequestStream]] = defaultdict(set)
+
+    def track(self, names: tuple[str, ...], stream: RequestStream) -> None:
+        for name in names:
+            self._streams[name].add(stream)
+        stream.on_end.append(partial(self._forget, names, stream))
+
+    def named(self, name: str) -> list[RequestStream]:
+        return list(self._streams.get(name, ()))
+
+    def _forget(self, names: tuple[str, ...], stream: RequestStream) -> None:
+        for name in names:
+            self._streams[name].discard(stream)
+            if not self._streams[name]:
+                del self._streams[name]
+
+
+@dataclass(slots=True)
+class FrontState:
+    """`served_names`: what `model` may be in a request. `max_body_bytes`, `api_keys`: as configured."""
+
+    handle: ConductorHandle
+    tokenizer: Tokenizer | None
+    served_names: tuple[str, ...]
+    max_body_bytes: int
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+    live: LiveRequests = field(default_factory=LiveRequests)
+    token_texts: TokenTexts | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:
+            self.token_texts = TokenTexts(self.tokenizer)
+
+    def check_model(self, name: str) -> None:
+        """Raises `RefusedError` (404) for a name that is not served."""
+        if name not in self.served_names:
+            served = ", ".join(self.served_names)
+            message = f"The model '{name}' does not exist; this server has {served}."
+            raise RefusedError(Failure(404, "model_not_found", message, "model"))
+
+    def text_side(self) -> tuple[Tokenizer, TokenTexts]:
+        """Raises `RefusedError` (400) when the model has no tokenizer."""
+        if self.tokenizer is None or self.token_texts is None:
+            raise RefusedError(Failure(400, "no_tokenizer", "This model has no tokenizer."))
+        return self.tokenizer, self.token_texts
+
+
+def front_of(request: Request) -> FrontState:
+    return request.app.state.front
+
+
+def request_id_of(request: Request) -> str:
+    return request.state.request_id
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"

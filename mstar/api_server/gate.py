@@ -1,0 +1,81 @@
+"""What every request passes first: its id, the API key, the size of its body. ASGI, front loop only."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mstar.api_server.errors import error_response
+from mstar.conductor.events import Failure, RefusedError
+
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/metrics"})
+"""Answered without a key: probes and scrapers have none."""
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Gate:
+    """Wraps the application. A request id is taken from `x-request-id` if it is printable ASCII of up to 128
+    characters, else made up, and always returned."""
+
+    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], max_body_bytes: int) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _ID.fullmatch(given) else b"req-" + secrets.token_hex(12).encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode("ascii")
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        if failure := self._refusal(scope, headers):
+            await error_response(failure)(scope, receive, send_with_id)
+            return
+        await self._app(scope, self._limited(receive), send_with_id)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
+        is_open = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
+        if self._digests and not is_open and not self._knows_key(headers.get(b"authorization", b"")):
+            return Failure(401, "invalid_api_key", "Missing or wrong API key; send it as 'Authorization: Bearer KEY'.")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_body_bytes):
+            return self._too_large()
+        return None
+
+    def _knows_key(self, authorization: bytes) -> bool:
+        """Takes the same time whichever key is right, and wherever a wrong one differs."""
+        scheme, _, key = authorization.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        is_known = False
+        for known in self._digests:
+            is_known |= hmac.compare_digest(known, digest)
+        return is_known and scheme.lower() == b"bearer"
+
+    def _limited(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise RefusedError(self._too_large())
+            return message
+
+        return receive_limited
+
+    def _too_large(self) -> Failure:
+        return Failure(413, "body_too_large", f"The body is larger than {self._max_body_bytes} bytes.")

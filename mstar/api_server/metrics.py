@@ -1,0 +1,93 @@
+"""`/metrics`: the conductor's statistics and the workers' gauges in Prometheus' text form. Front loop only.
+
+Nothing is kept here: families are made from plain numbers when somebody asks, in a registry of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mstar.conductor.handle import ConductorHandle
+from mstar.conductor.statistics import Histogram
+
+_GAUGE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(\{(?P<labels>[^}]*)\})?")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+class FrontCollector(Collector):
+    """Families of one front process."""
+
+    def __init__(self, handle: ConductorHandle) -> None:
+        self._handle = handle
+
+    def collect(self) -> Iterator[Metric]:
+        handle, statistics = self._handle, self._handle.statistics
+        yield GaugeMetricFamily(
+            "mstar_waiting_choices", "Choices that wait for their first output.", value=handle.num_waiting
+        )
+        yield GaugeMetricFamily("mstar_live_requests", "Requests that have not ended.", value=handle.num_live)
+        yield CounterMetricFamily(
+            "mstar_worker_restarts", "Worker processes started again.", value=handle.num_worker_restarts
+        )
+        yield CounterMetricFamily(
+            "mstar_prompt_tokens", "Prompt tokens of requests started.", value=statistics.num_prompt_tokens
+        )
+        yield CounterMetricFamily(
+            "mstar_generated_tokens", "Tokens received from workers.", value=statistics.num_generated_tokens
+        )
+        yield _counter("mstar_requests", "Choices by how they ended.", "outcome", statistics.outcomes.items())
+        yield _counter("mstar_refused_requests", "Requests not taken on.", "code", statistics.refusals.items())
+        yield _histogram(
+            "mstar_time_to_first_token_seconds", "From submission to a choice's first output.", statistics.first_token_s
+        )
+        yield _histogram(
+            "mstar_inter_token_seconds", "Between two outputs of a choice, as received.", statistics.inter_token_s
+        )
+        yield _histogram(
+            "mstar_request_seconds", "From submission to the end, requests that succeeded.", statistics.request_s
+        )
+        yield from worker_families(handle.worker_gauges().items())
+
+
+def render(handle: ConductorHandle) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(FrontCollector(handle))
+    return generate_latest(registry)
+
+
+def worker_families(gauges: Iterable[tuple[str, float]]) -> Iterator[Metric]:
+    """Families of gauges that workers report as `name{label="value"}`; a name in `_total` is a counter."""
+    families: dict[str, Metric] = {}
+    for text, value in gauges:
+        match = _GAUGE.fullmatch(text)
+        if match is None:
+            continue
+        name = match["name"]
+        if name not in families:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            families[name] = Metric(name.removesuffix("_total"), "Reported by the workers.", kind)
+        labels = {key: re.sub(r"\\(.)", r"\1", label) for key, label in _LABEL.findall(match["labels"] or "")}
+        families[name].add_sample(name, labels, value)
+    yield from families.values()
+
+
+def _counter(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value, count in counts:
+        family.add_metric([value], count)
+    return family
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Metric:
+    family = HistogramMetricFamily(name, text)
+    below, buckets = 0, []
+    for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        below += count
+        buckets.append((bound, below))
+    family.add_metric([], buckets, histogram.total)
+    return family

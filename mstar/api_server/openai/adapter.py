@@ -1,0 +1,195 @@
+"""From OpenAI's request schemas to the conductor's `GenerateRequest`. Pure; raises `RefusedError` naming the field.
+
+What a schema cannot say is checked here: ids against the vocabulary, fields against each other, messages against what
+a chat template can take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ValidationError
+
+from mstar.api_server.errors import bad_request, failure_of_validation
+from mstar.api_server.openai.chat_schema import ChatMessageFields, ChatRequest
+from mstar.api_server.openai.completion_schema import CompletionRequest
+from mstar.api_server.openai.fields import GenerationFields
+from mstar.api_server.stop_strings import StopAutomaton
+from mstar.communication.messages import SamplingParams
+from mstar.conductor.events import RefusedError
+from mstar.conductor.handle import ModelFacts
+from mstar.conductor.request import GenerateRequest, PromptInput
+from mstar.model.base import ChatMessage
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_RESULTS = 512
+GREEDY_BELOW = 1e-5
+"""A lower temperature could only choose between tokens whose logits differ by less than fp32 can tell; it is greedy."""
+CHAT_ROLES = {"developer": "system"}
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A request for text: what the conductor gets, and what the front itself does with the tokens. `num_logprobs`:
+    most likely tokens to show beside each (None: no logprobs)."""
+
+    generate: GenerateRequest
+    model: str
+    end_tokens: frozenset[int]
+    stops: StopAutomaton | None
+    is_streamed: bool
+    includes_usage: bool
+    num_logprobs: int | None
+
+
+def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str) -> TextRequest:
+    """A chat completion."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
+    if body.tools and body.tool_choice != "none":
+        raise bad_request("This server does not support tools yet; with tool_choice 'none' they are left out.", "tools")
+    max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens, field = body.max_tokens, "max_tokens"
+    elif body.max_tokens not in (None, max_tokens):
+        raise bad_request("max_tokens and max_completion_tokens differ; give one of them.", "max_tokens")
+    continues = bool(body.continue_final_message)
+    if continues and body.messages[-1].role != "assistant":
+        raise bad_request("The last message must be the assistant's to be continued.", "continue_final_message")
+    messages = chat_messages(body.messages)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    prompt = PromptInput(kind="chat", messages=messages, continue_final_message=continues)
+    return _text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, clamps=False)
+
+
+def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str) -> TextRequest:
+    """A text completion."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request("best_of is only supported when it equals n.", "best_of")
+    clamps = body.max_tokens is None
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = _completion_prompts(body, facts)
+    return _text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, clamps=clamps)
+
+
+def chat_messages(messages: Sequence[ChatMessageFields]) -> tuple[ChatMessage, ...]:
+    """Messages as a chat template sees them."""
+    return tuple(_chat_message(message, index) for index, message in enumerate(messages))
+
+
+def model_parameters(values: dict[str, object] | None, facts: ModelFacts) -> BaseModel:
+    """The model's own parameters, validated."""
+    try:
+        return facts.parameters.model_validate(values or {})
+    except ValidationError as error:
+        failure = failure_of_validation(error)
+        param = f"parameters.{failure.param}" if failure.param else "parameters"
+        raise RefusedError(failure._replace(param=param)) from None
+
+
+def _text_request(
+    body: GenerationFields,
+    facts: ModelFacts,
+    request_id: str,
+    prompts: tuple[PromptInput, ...],
+    max_tokens: int | None,
+    max_tokens_field: str,
+    num_logprobs: int | None,
+    *,
+    clamps: bool,
+) -> TextRequest:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is only allowed when stream is true.", "stream_options")
+    num_choices = body.n or 1
+    if len(prompts) * num_choices > MAX_RESULTS:
+        raise bad_request(f"{len(prompts)} prompts with n={num_choices} are more than {MAX_RESULTS} choices.", "n")
+    min_tokens = body.min_tokens or 0
+    if min_tokens > (facts.max_seq_len if max_tokens is None else max_tokens):
+        raise bad_request(f"min_tokens is larger than {max_tokens_field}.", "min_tokens")
+    extra_ends = tuple(_vocabulary_id(token, facts, "stop_token_ids") for token in body.stop_token_ids or ())
+    ends = dict.fromkeys((*(() if body.ignore_eos else facts.stop_token_ids), *extra_ends))
+    biases = {_bias_id(key, facts): value for key, value in (body.logit_bias or {}).items()}
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_p = 1.0 if body.top_p is None else body.top_p
+    sampling = SamplingParams(
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=1 if top_p == 0 else max(0, body.top_k or 0),
+        top_p=top_p or 1.0,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        bias_ids=tuple(biases),
+        bias_values=tuple(map(float, biases.values())),
+        num_logprobs=-1 if num_logprobs is None else num_logprobs,
+        min_tokens=min_tokens,
+        stop_token_ids=tuple(ends),
+    )
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return TextRequest(
+        generate=GenerateRequest(
+            request_id=request_id,
+            prompts=prompts,
+            sampling=sampling,
+            num_choices=num_choices,
+            seed=body.seed,
+            max_tokens=max_tokens,
+            clamps_max_tokens=clamps,
+            parameters=model_parameters(body.parameters, facts),
+        ),
+        model=body.model,
+        end_tokens=frozenset(ends),
+        stops=StopAutomaton(stops) if stops else None,
+        is_streamed=bool(body.stream),
+        includes_usage=bool(body.stream_options and body.stream_options.include_usage),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _chat_message(message: ChatMessageFields, index: int) -> ChatMessage:
+    where = f"messages[{index}]"
+    content = message.content
+    if content is None and message.role != "assistant":
+        raise bad_request(f"A {message.role} message needs content.", f"{where}.content")
+    if content is None and not message.tool_calls:
+        raise bad_request("An assistant message needs content or tool_calls.", f"{where}.content")
+    if message.tool_calls and message.role != "assistant":
+        raise bad_request("Only an assistant message has tool_calls.", f"{where}.tool_calls")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise bad_request("A tool message needs tool_call_id.", f"{where}.tool_call_id")
+    text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    extra: dict[str, object] = {}
+    for name in ("name", "tool_calls", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            extra[name] = value
+    return ChatMessage(CHAT_ROLES.get(message.role, message.role), text, extra)
+
+
+def _completion_prompts(body: CompletionRequest, facts: ModelFacts) -> tuple[PromptInput, ...]:
+    prompt = body.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        prompt = [prompt]  # type: ignore[list-item]
+    inputs = []
+    for one in prompt:
+        if isinstance(one, str):
+            if not one:
+                raise bad_request("The prompt is empty.", "prompt")
+            inputs.append(PromptInput(kind="completion", text=one))
+        else:
+            ids = tuple(_vocabulary_id(token, facts, "prompt") for token in one)  # type: ignore[union-attr]
+            inputs.append(PromptInput(kind="completion", token_ids=ids))
+    return tuple(inputs)
+
+
+def _vocabulary_id(token: int, facts: ModelFacts, field: str) -> int:
+    if not 0 <= token < facts.vocab_size:
+        raise bad_request(f"{field}: token id {token} is outside the vocabulary of {facts.vocab_size}.", field)
+    return token
+
+
+def _bias_id(key: str, facts: ModelFacts) -> int:
+    digits = key.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 20:
+        raise bad_request(f"logit_bias: {key[:40]!r} is not a token id.", "logit_bias")
+    return _vocabulary_id(int(key), facts, "logit_bias")

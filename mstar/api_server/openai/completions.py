@@ -1,0 +1,66 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`. Front loop only."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from mstar.api_server.front_state import FrontState, front_of, new_id, request_id_of
+from mstar.api_server.json_body import read_json
+from mstar.api_server.openai.adapter import TextRequest, from_chat, from_completion
+from mstar.api_server.openai.chat_schema import ChatRequest
+from mstar.api_server.openai.completion_schema import CompletionRequest
+from mstar.api_server.openai.shapes import ChatShape, CompletionShape, ResponseShape
+from mstar.api_server.openai.text_run import TextRun, TextStreamResponse
+from mstar.api_server.openapi import describe
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", **describe(ChatRequest, "Answer a conversation", streams=True))
+async def chat_completions(request: Request) -> Response:
+    front = front_of(request)
+    body = await read_json(request, ChatRequest)
+    front.check_model(body.model)
+    asked = from_chat(body, front.handle.facts, request_id_of(request))
+    return await _answer(request, front, asked, ChatShape, "chatcmpl-")
+
+
+@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", streams=True))
+async def completions(request: Request) -> Response:
+    front = front_of(request)
+    body = await read_json(request, CompletionRequest)
+    front.check_model(body.model)
+    asked = from_completion(body, front.handle.facts, request_id_of(request))
+    return await _answer(request, front, asked, CompletionShape, "cmpl-")
+
+
+async def _answer(
+    request: Request, front: FrontState, asked: TextRequest, kind: type[ResponseShape], id_prefix: str
+) -> Response:
+    tokenizer, texts = front.text_side()
+    response_id = new_id(id_prefix)
+    shape = kind(
+        response_id=response_id,
+        created=int(time.time()),
+        model=asked.model,
+        num_results=asked.generate.num_results,
+        num_logprobs=asked.num_logprobs,
+        texts=texts,
+        includes_usage=asked.includes_usage,
+    )
+    run = TextRun(front.handle, asked, shape, tokenizer)
+    front.live.track((request_id_of(request), response_id), run.stream)
+    is_handed_over = False
+    try:
+        run.watch_client(request.receive)
+        if asked.is_streamed:
+            response = TextStreamResponse(run, await run.first_events())
+            is_handed_over = True
+            return response
+        return Response(await run.whole(), media_type="application/json")
+    finally:
+        if not is_handed_over:
+            run.close()

@@ -1,0 +1,76 @@
+"""Field types and groups that OpenAI's request schemas share. Pure pydantic declarations.
+
+Strict: a string is no number, an unknown field is an error. `None` is the default everywhere, as in OpenAI's schema. A
+field of type `Unsupported` belongs to OpenAI's API but not to this server: only null is accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 128
+MAX_LOGPROBS = 20
+MAX_INT = 2**31 - 1
+
+Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
+Ignored = Annotated[str | None, Field(description="Accepted, without effect.")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class Schema(BaseModel):
+    """Base of every request schema."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Schema):
+    """`include_usage`: one more chunk before the end, with the usage and no choices."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Literal[False] | None, Field(description="Not supported.")] = None
+
+
+class GenerationFields(Schema):
+    """What chat and text completions have in common: sampling, lengths, stopping, streaming."""
+
+    model: str
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None,
+        Field(description="Token id (as a string) → value added to its logit."),
+    ] = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None,
+        Field(description=f"Up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters that end the text."),
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    user: Ignored = None
+
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="0 or -1: no limit.")] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    parameters: Annotated[
+        dict[str, Any] | None, Field(description="The model's own parameters; their schema is in /v1/models.")
+    ] = None
+
+    cache_salt: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None

@@ -1,0 +1,194 @@
+"""Runs one request for text: from the conductor's events to a whole response, or to a stream of chunks.
+
+Front loop only; one task per request, and a second one that waits for the client to leave, which aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from mstar.api_server.openai.adapter import TextRequest
+from mstar.api_server.openai.logprobs import TokenNote
+from mstar.api_server.openai.shapes import ResponseShape, encode_json
+from mstar.api_server.openai.usage import Usage
+from mstar.api_server.sse import DONE, SSE_HEADERS, error_event
+from mstar.api_server.text import ChoiceText, Piece
+from mstar.conductor.events import Event, Failure, FinishedEvent, PreparedEvent, RefusedError, RequestStream, TokenEvent
+from mstar.conductor.handle import ConductorHandle
+
+
+class TextRun:
+    """One request that has been taken on. Use it as an async context: leaving it early aborts the request."""
+
+    def __init__(
+        self, handle: ConductorHandle, request: TextRequest, shape: ResponseShape, tokenizer: Tokenizer
+    ) -> None:
+        """Raises `RefusedError` if the request is not taken on."""
+        self.shape = shape
+        self.request = request
+        self.usage = Usage(request.generate.num_choices)
+        self.stream: RequestStream = handle.submit(request.generate)
+        self._handle = handle
+        self._tokenizer = tokenizer
+        self._num_results = request.generate.num_results
+        self._choices: list[ChoiceText[TokenNote]] = [self._new_choice(()) for _ in range(self._num_results)]
+        self._leaving: asyncio.Task[None] | None = None
+
+    def watch_client(self, receive: Receive) -> None:
+        """From now on the request ends when the client's connection does."""
+        self._leaving = asyncio.create_task(self._abort_when_left(receive))
+
+    def close(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+        self._handle.abort(self.stream)
+
+    async def whole(self) -> bytes:
+        """The whole response.
+
+        Raises:
+            RefusedError: the request failed.
+        """
+        texts: list[list[str]] = [[] for _ in range(self._num_results)]
+        notes: list[list[TokenNote]] = [[] for _ in range(self._num_results)]
+        reasons = [""] * self._num_results
+        while events := await self.stream.take():
+            for event in events:
+                match event:
+                    case TokenEvent(choice=index):
+                        piece = self._push(event)
+                    case FinishedEvent(choice=index):
+                        piece, reasons[index] = self._finish(event)
+                    case PreparedEvent():
+                        self._prepared(event)
+                        continue
+                    case Failure():
+                        raise RefusedError(event)
+                    case _:
+                        continue
+                texts[index].append(piece.text)
+                notes[index].extend(piece.notes)
+        choices = [
+            self.shape.choice(index, "".join(texts[index]), notes[index], reasons[index])
+            for index in range(self._num_results)
+        ]
+        return self.shape.whole(choices, self.usage.as_json())
+
+    async def first_events(self) -> list[Event]:
+        """Waits until there is something to stream.
+
+        Raises:
+            RefusedError: the request failed before anything was sent.
+        """
+        events: list[Event] = []
+        while not any(isinstance(event, TokenEvent | FinishedEvent) for event in events):
+            events += await self.stream.take()
+            for event in events:
+                if isinstance(event, Failure):
+                    raise RefusedError(event)
+        return events
+
+    async def chunks(self, events: Sequence[Event]) -> AsyncIterator[bytes]:
+        """Bodies to write, beginning with `events`: what one pass of the conductor brought is one body."""
+        offsets = [0] * self._num_results
+        has_notes = self.request.num_logprobs is not None
+        plain = not has_notes and self.request.stops is None
+        choices, parts, delta_chunk = self._choices, self.shape.parts, self.shape.delta_chunk
+        body = [self.shape.opening_chunk(index) for index in range(self._num_results)]
+        while events:
+            for event in events:
+                if type(event) is TokenEvent:
+                    index = event.choice
+                    if plain:
+                        if text := choices[index].push(event.token):
+                            before, after = parts[index]
+                            body += (before, encode_json(text), after)
+                        continue
+                    piece = self._push(event)
+                elif type(event) is FinishedEvent:
+                    index = event.choice
+                    piece, reason = self._finish(event)
+                    if piece.text or piece.notes:
+                        body.append(delta_chunk(index, piece.text, piece.notes, offsets[index]))
+                    body.append(self.shape.finish_chunk(index, reason))
+                    continue
+                elif type(event) is Failure:
+                    body.append(error_event(event))
+                    yield b"".join(body)
+                    return
+                else:
+                    if type(event) is PreparedEvent:
+                        self._prepared(event)
+                    continue
+                if piece.text or piece.notes:
+                    body.append(delta_chunk(index, piece.text, piece.notes, offsets[index]))
+                    offsets[index] += len(piece.text)
+            if not self.stream.num_open and not self.stream.has_pending:
+                break
+            if body:
+                yield b"".join(body)
+                body.clear()
+            events = await self.stream.take()
+        if self.request.includes_usage:
+            body.append(self.shape.usage_chunk(self.usage.as_json()))
+        body.append(DONE)
+        yield b"".join(body)
+
+    def _new_choice(self, prompt_tail: Sequence[int]) -> ChoiceText[TokenNote]:
+        return ChoiceText(
+            self._tokenizer,
+            end_tokens=self.request.end_tokens,
+            stops=self.request.stops,
+            prompt_tail=prompt_tail,
+        )
+
+    def _prepared(self, event: PreparedEvent) -> None:
+        """A completion continues its prompt's text; a chat answer begins a text of its own."""
+        request = self.request.generate
+        if request.prompts[event.prompt].kind == "completion":
+            first = event.prompt * request.num_choices
+            for index in range(first, first + request.num_choices):
+                self._choices[index] = self._new_choice(event.tail)
+
+    def _push(self, event: TokenEvent) -> Piece[TokenNote]:
+        choice = self._choices[event.choice]
+        was_stopped = choice.is_stopped
+        note = None if event.logprobs is None else TokenNote(event.token, event.logprobs)
+        piece = choice.push_noted(event.token, note)
+        if choice.is_stopped and not was_stopped:
+            self._handle.stop(self.stream, event.choice)
+        return piece
+
+    def _finish(self, event: FinishedEvent) -> tuple[Piece[TokenNote], str]:
+        choice = self._choices[event.choice]
+        piece = choice.finish()
+        self.usage.add(event, choice.num_tokens)
+        return piece, "stop" if choice.is_stopped else event.reason
+
+    async def _abort_when_left(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._handle.abort(self.stream)
+
+
+class TextStreamResponse(Response):
+    """Streams a run. `events`: what its `first_events` returned."""
+
+    def __init__(self, run: TextRun, events: Sequence[Event]) -> None:
+        super().__init__()
+        self._run = run
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
+            async for body in self._run.chunks(self._events):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._run.close()

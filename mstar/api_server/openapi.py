@@ -1,0 +1,67 @@
+"""The OpenAPI document: request schemas that routes parse themselves, and OpenAI's error shape. Pure.
+
+Routes read their bodies with `json_body`, which is stricter than the framework and answers 400; `describe` tells the
+document what such a route takes, and `build_openapi` adds the schemas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+REF = "#/components/schemas/{model}"
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+ERROR_STATUSES = (400, 401, 404, 413, 429, 499, 500, 503, 504)
+_described: list[type[BaseModel]] = []
+
+
+def describe(schema: type[BaseModel] | None, summary: str, *, streams: bool = False) -> dict[str, Any]:
+    """Keyword arguments of a route: its body, its answers, its errors."""
+    answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer", "content": answer}}
+    for status in ERROR_STATUSES:
+        content = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
+        responses[status] = {"description": "An error", "content": content}
+    options: dict[str, Any] = {"summary": summary, "responses": responses, "response_model": None}
+    if schema is not None:
+        _described.append(schema)
+        content = {"application/json": {"schema": {"$ref": REF.format(model=schema.__name__)}}}
+        options["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
+    return options
+
+
+def build_openapi(app: FastAPI, served_names: tuple[str, ...]) -> dict[str, Any]:
+    """The document; `model` is one of the served names in it."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes, description=app.description)
+    _, definitions = models_json_schema([(schema, "validation") for schema in _described], ref_template=REF)
+    schemas = {"Error": ERROR_SCHEMA, **definitions.get("$defs", {})}
+    for schema in _described:
+        properties = schemas[schema.__name__].get("properties", {})
+        if "model" in properties:
+            properties["model"] = {"title": "Model", "enum": list(served_names)}
+    document.setdefault("components", {})["schemas"] = schemas
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    return document

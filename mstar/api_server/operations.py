@@ -1,0 +1,65 @@
+"""Routes for whoever operates the server: health, readiness, version, metrics, aborting requests. Front loop only."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from mstar import __version__
+from mstar.api_server.front_state import front_of
+from mstar.api_server.metrics import render
+from mstar.api_server.openapi import describe
+from mstar.conductor.events import Failure, RefusedError
+
+router = APIRouter()
+
+
+@router.get("/live", **describe(None, "200 while the process answers"))
+async def live() -> Response:
+    return _status(200, "alive")
+
+
+@router.get("/ready", **describe(None, "200 when requests are taken on"))
+async def ready(request: Request) -> Response:
+    handle = front_of(request).handle
+    if handle.is_draining:
+        return _status(503, "draining")
+    reason = handle.why_not_ready()
+    return _status(200, "ready") if reason is None else _status(503, reason)
+
+
+@router.get("/health", **describe(None, "200 while every worker is well, busy or not"))
+async def health(request: Request) -> Response:
+    reason = front_of(request).handle.why_not_ready()
+    return _status(200, "healthy") if reason is None else _status(503, reason)
+
+
+@router.get("/version", **describe(None, "Version of the server"))
+async def version() -> Response:
+    return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+
+
+@router.get("/metrics", **describe(None, "Prometheus metrics"))
+async def metrics(request: Request) -> Response:
+    front = front_of(request)
+    return Response(render(front.handle), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@router.delete("/v1/requests/{request_id}", **describe(None, "Abort a running request"))
+async def abort_request(request: Request, request_id: str) -> Response:
+    """`request_id`: the response's id, or its x-request-id, which may name several requests: all are aborted."""
+    front = front_of(request)
+    streams = front.live.named(request_id)
+    if not streams:
+        message = "There is no running request with this id."
+        raise RefusedError(Failure(404, "request_not_found", message, "request_id"))
+    for stream in streams:
+        front.handle.abort(stream)
+    answer = {"id": request_id, "object": "request", "aborted": len(streams)}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _status(status: int, text: str) -> Response:
+    return Response(msgspec.json.encode({"status": text}), status, media_type="application/json")

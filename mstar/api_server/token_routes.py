@@ -1,0 +1,65 @@
+"""`POST /tokenize` and `POST /detokenize`. Front loop only; tokenizing happens in the preprocess pool."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from mstar.api_server.errors import bad_request
+from mstar.api_server.front_state import front_of
+from mstar.api_server.json_body import read_json
+from mstar.api_server.openai.adapter import chat_messages
+from mstar.api_server.openai.chat_schema import ChatMessageFields
+from mstar.api_server.openai.fields import Schema
+from mstar.api_server.openapi import describe
+from mstar.conductor.request import PromptInput
+
+router = APIRouter()
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class TokenizeRequest(Schema):
+    """A text, or a conversation, which goes through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessageFields], Field(min_length=1)] | None = None
+
+
+class DetokenizeRequest(Schema):
+    """Token ids; special tokens are shown."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+@router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a prompt"))
+async def tokenize(request: Request) -> Response:
+    front = front_of(request)
+    body = await read_json(request, TokenizeRequest)
+    if body.model is not None:
+        front.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Give either prompt or messages.", "prompt")
+    if body.messages is not None:
+        prompt = PromptInput(kind="chat", messages=chat_messages(body.messages))
+    else:
+        prompt = PromptInput(kind="completion", text=body.prompt)
+    tokens = await front.handle.tokenize(prompt) if body.prompt != "" else []
+    answer = {"count": len(tokens), "max_model_len": front.handle.facts.max_seq_len, "tokens": tokens}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@router.post("/detokenize", **describe(DetokenizeRequest, "Text of token ids"))
+async def detokenize(request: Request) -> Response:
+    front = front_of(request)
+    body = await read_json(request, DetokenizeRequest)
+    if body.model is not None:
+        front.check_model(body.model)
+    tokenizer, _ = front.text_side()
+    text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
