@@ -31,10 +31,13 @@ class WalkTurns:
         ]
 
     def enter(self, row: RowState, program: WalkProgram) -> None:
-        """A plan's next walk. One without anything to do here is over at once, which the caller sees by `active`."""
+        """A plan's next walk. One without anything to do here is over at once, and reported like any other end; the
+        pass of a stream-fed partition is not, its caller begins the next."""
         self.machine.enter(row, program)
         if self.machine.is_over(row):
             self._close(row)
+            if not row.partition.stream_fed:
+                self._outflow.routed.walk_done.append((row.handle, row.partition.name))
 
     def settle(self, row: RowState) -> None:
         """Values have arrived for the row, or it is no longer armed: end its walk or begin its next pass."""
