@@ -1,0 +1,270 @@
+"""A whole instance in one thread: real workers on a loopback network, and a front that only keeps books.
+
+The smallest thing that runs a model as a deployment does: no processes, no HTTP, no clock. `run` ticks the workers in
+turn until every request is done; what they emitted is in `results`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from mstar.communication import host_tensors
+from mstar.communication.address import FRONT_RANK, peer_name
+from mstar.communication.arena import Arena, ArenaReader
+from mstar.communication.bus import Bus
+from mstar.communication.loopback import LoopbackNet
+from mstar.communication.messages import (
+    EmitFrame,
+    Fail,
+    Open,
+    Opened,
+    OpenRequest,
+    PeerUp,
+    Remove,
+    SamplingParams,
+    StartWalk,
+    TokenLogprobs,
+    ToWorker,
+    WalkDone,
+)
+from mstar.communication.wire import decode_to_front, decode_to_worker
+from mstar.engine.engine_config import EngineConfig
+from mstar.engine.submodule import NodeSubmodule
+from mstar.graph.compile import compile_walks
+from mstar.graph.program import CompiledGraph
+from mstar.model.base import Model, PreparedPrompt
+from mstar.platforms.executor import InlineExecutor, ThreadedExecutor
+from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
+from mstar.worker.worker import Worker, WorkerParts
+
+BuildNode = Callable[[str], NodeSubmodule]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a deployment may choose. `num_pages` of caches by key; `capture_sizes` empty: nothing is captured."""
+
+    overlap: bool = True
+    threaded: bool = False
+    max_rows: int = 16
+    max_waiting: int = 64
+    max_step_tokens: int = 256
+    max_seq_len: int = 256
+    num_pages: Mapping[str, int] = field(default_factory=dict)
+    capture_sizes: tuple[int, ...] = ()
+    poison: bool = True
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `EngineConfig`."""
+
+
+@dataclass
+class Result:
+    """What one request led to. `tensors`: emitted tensors by signal, in order. `failure`: the worker's message."""
+
+    rid: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    expected_emits: dict[tuple[int, str], int] = field(default_factory=dict)
+    received_emits: dict[tuple[int, str], int] = field(default_factory=dict)
+    opening: OpenRequest | None = None
+    starts: list[tuple[int, StartWalk]] = field(default_factory=list)
+    num_opened: int = 0
+    waiting: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def done(self) -> bool:
+        if self.failure is not None:
+            return True
+        return not self.starts and not self.waiting and self.received_emits == self.expected_emits
+
+
+class Instance:
+    """`placement`: rank of each node. Requests are submitted at any time; `tick` gives each worker one turn."""
+
+    def __init__(
+        self, model: Model, build_node: BuildNode, placement: Mapping[str, int], tuning: Tuning = Tuning()
+    ) -> None:
+        self.model = model
+        self.compiled: CompiledGraph = compile_walks(model.walks(), model.partitions(), placement)
+        self.results: dict[str, Result] = {}
+        self.workers: list[Worker] = []
+        self.parts: list[WorkerParts] = []
+        self._net = LoopbackNet()
+        self._front = self._net.bus("front", decode_to_front)
+        self._close: list[Callable[[], None]] = []
+        ranks = sorted(set(placement.values()))
+        name = secrets.token_hex(4)
+        for rank in ranks:
+            self._add_worker(rank, build_node, tuning, name if len(ranks) > 1 else None)
+        for rank in ranks:
+            self._front.connect(peer_name(rank), peer_name(rank))
+            for other in (FRONT_RANK, *ranks):
+                if other != rank:
+                    self._front.send(peer_name(rank), [PeerUp(rank=other, incarnation=1, address=peer_name(other))])
+
+    def _add_worker(self, rank: int, build_node: BuildNode, tuning: Tuning, shared_name: str | None) -> None:
+        bus: Bus[ToWorker] = self._net.bus(peer_name(rank), decode_to_worker)
+        settings = WorkerSettings(
+            rank=rank,
+            incarnation=1,
+            max_rows=tuning.max_rows,
+            max_waiting=tuning.max_waiting,
+            max_step_tokens=tuning.max_step_tokens,
+            overlap=tuning.overlap,
+        )
+        nodes = {node: build_node(node) for node in self.compiled.nodes_on(rank)}
+        specs = [spec for spec in self.model.get_node_resources() if spec.node in nodes]
+        config = EngineConfig(
+            max_rows=tuning.max_rows,
+            max_seq_len=tuning.max_seq_len,
+            capacity=settings.capacity,
+            num_pages={
+                key: count
+                for key, count in tuning.num_pages.items()
+                if any(resource.key == key for spec in specs for resource in spec.resources)
+            },
+            capture_sizes=tuning.capture_sizes,
+            debug_poison=tuning.poison,
+            **tuning.engine,
+        )
+        shared = None
+        if shared_name is not None:
+            arena = Arena(shared_name, rank, 1)
+            reader = ArenaReader(shared_name)
+            shared = Shared(arena, reader)
+            self._close += [reader.close, arena.close]
+        executor = ThreadedExecutor() if tuning.threaded else InlineExecutor()
+        self._close.append(executor.close)
+        worker, parts = assemble_worker(
+            compiled=self.compiled,
+            nodes=nodes,
+            specs=specs,
+            bus=bus,
+            executor=executor,
+            engine_config=config,
+            settings=settings,
+            shared=shared,
+        )
+        self.workers.append(worker)
+        self.parts.append(parts)
+
+    def submit(self, rid: str, prompt: PreparedPrompt, sampling: SamplingParams = GREEDY) -> Result:
+        """Start a request as the front would: open it everywhere, then start every partition on its workers."""
+        plan = self.model.plan_walks(prompt, sampling.max_tokens)
+        assert plan is not None
+        opening = OpenRequest(
+            sampling=sampling,
+            prompt_ids=None if prompt.token_ids is None else host_tensors.from_numpy(prompt.token_ids),
+            inputs={name: host_tensors.from_numpy(array) for name, array in prompt.inputs.items()},
+            limits=dict(plan.limits),
+        )
+        result = self.results[rid] = Result(rid, opening=opening)
+        for partition, walks in plan.partitions:
+            for rank in self.compiled.ranks_of_partition(partition):
+                result.waiting.add((rank, partition))
+                result.starts.append((rank, StartWalk(rid=rid, partition=partition, walks=tuple(walks), last=True)))
+        if len(self.workers) == 1:
+            self._start(result, opening)
+        else:
+            self._front.send(peer_name(0), [Open(rid=rid, open=opening)])
+        return result
+
+    def remove(self, rid: str) -> None:
+        """Abort, or the end of a finished request."""
+        for worker_rank in range(len(self.workers)):
+            self._front.send(peer_name(worker_rank), [Remove(rid)])
+
+    def tick(self) -> bool:
+        """One turn for each worker, then the front reads. False: nobody had anything to do."""
+        busy = [worker.tick_once() for worker in self.workers]
+        return self._read() or any(busy)
+
+    def run(self, max_ticks: int = 20000) -> dict[str, Result]:
+        """Until every request is done and gone from the workers."""
+        for _ in range(max_ticks):
+            busy = self.tick()
+            if not busy and all(result.done for result in self.results.values()) and not self.num_handles:
+                return self.results
+        stuck = [result for result in self.results.values() if not result.done]
+        raise AssertionError(f"not done after {max_ticks} ticks: {stuck}; handles {self.num_handles}")
+
+    @property
+    def num_handles(self) -> int:
+        """Requests that some worker still knows."""
+        return int(sum(self.gauges(rank)["mstar_handles"] for rank in range(len(self.workers))))
+
+    def gauges(self, rank: int) -> Mapping[str, float]:
+        return self.parts[rank].counters._gauges()
+
+    def close(self) -> None:
+        for close in self._close:
+            close()
+
+    def _start(self, result: Result, opening: OpenRequest | None) -> None:
+        for rank, start in result.starts:
+            message = start if opening is None else msgspec.structs.replace(start, open=opening)
+            self._front.send(peer_name(rank), [message])
+        result.starts.clear()
+
+    def _read(self) -> bool:
+        messages = self._front.receive()
+        for message in messages:
+            match message:
+                case Opened(rid=rid):
+                    result = self.results[rid]
+                    result.num_opened += 1
+                    if result.num_opened == len(self.workers):
+                        self._start(result, None)
+                    else:
+                        assert result.opening is not None
+                        self._front.send(peer_name(result.num_opened), [Open(rid=rid, open=result.opening)])
+                case EmitFrame():
+                    self._emits(message)
+                case WalkDone():
+                    result = self.results[message.rid]
+                    result.waiting.discard((message.rank, message.partition))
+                    result.reasons[message.partition] = message.reason
+                    for signal, count in message.emits.items():
+                        result.expected_emits[message.rank, signal] = count
+                    self._finish(result)
+                case Fail(rid=rid, message=text):
+                    self.results[rid].failure = text
+                    self._finish(self.results[rid])
+        return bool(messages)
+
+    def _emits(self, frame: EmitFrame) -> None:
+        signals = frame.signals * len(frame.rids) if len(frame.signals) == 1 else frame.signals
+        for index, (rid, signal, token) in enumerate(zip(frame.rids, signals, frame.tokens, strict=True)):
+            result = self.results[rid]
+            result.tokens.append(token)
+            result.logprobs.append(None if frame.logprobs is None else frame.logprobs[index])
+            self._count(result, frame.src, signal)
+        for rid, signal, tensor in zip(frame.tensor_rids, frame.tensor_signals, frame.tensors, strict=True):
+            result = self.results[rid]
+            result.tensors.setdefault(signal, []).append(host_tensors.to_torch(tensor).clone())
+            self._count(result, frame.src, signal)
+
+    def _count(self, result: Result, rank: int, signal: str) -> None:
+        result.received_emits[rank, signal] = result.received_emits.get((rank, signal), 0) + 1
+        self._finish(result)
+
+    def _finish(self, result: Result) -> None:
+        if result.done and result.opening is not None:
+            result.opening = None
+            self.remove(result.rid)
+
+
+def shared_memory_files(directory: Path = Path("/dev/shm")) -> set[str]:
+    """Names of files there now; a test compares before and after."""
+    return {path.name for path in directory.iterdir()}
