@@ -6,6 +6,7 @@ computes no attention: `Attention` does, over the fields staged here (`<key>.blo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -56,8 +57,8 @@ class PagedKV(Resource[KVStep]):
         self.arena = PageArena(num_pages, capacity + 1)
         self.streams = CacheStreams(capacity + 1, -(-max_seq_len // spec.page_size), spec.page_size)
         shape = (spec.num_layers, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-        self._k = torch.zeros(shape, dtype=dtype, device=device)
-        self._v = torch.zeros(shape, dtype=dtype, device=device)
+        self._k = _zeros(shape, dtype, device)
+        self._v = _zeros(shape, dtype, device)
         self.writing = True
         """Whether the running forward extends the rows (executor)."""
         self._poison = poison
@@ -201,3 +202,12 @@ class PagedKV(Resource[KVStep]):
         index = torch.from_numpy(pages).to(self._k.device)
         self._k.index_fill_(1, index, float("nan"))
         self._v.index_fill_(1, index, float("nan"))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros of a pool. On a CPU the memory is taken page by page as it is first written: numpy asks the kernel for zeroed
+    pages, where `torch.zeros` would write all of them at start-up."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
