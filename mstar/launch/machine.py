@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
@@ -74,7 +74,7 @@ def engine_config(
         max_seq_len=max_seq_len,
         capacity=capacity,
         num_pages=pages,
-        cache_bytes={key: _cache_bytes(config, key, len(caches)) for key in sorted(caches - pages.keys())},
+        resource_bytes=_cache_bytes(config, caches - pages.keys()),
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),
         stored_signals=stored_signals,
@@ -92,9 +92,9 @@ def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...]:
     return () if not config.capture.enabled or sizes == "auto" else tuple(sorted(sizes))
 
 
-def _cache_bytes(config: DeploymentConfig, key: str, num_caches: int) -> int:
+def _cache_bytes(config: DeploymentConfig, caches: Set[str]) -> int:
+    """Bytes that these caches of one worker share."""
     free = current_platform.free_memory_bytes("cpu") // config.num_workers
-    tuning = config.resources.get(key)
-    if tuning is not None and tuning.memory_fraction is not None:
-        return int(free * tuning.memory_fraction)
-    return int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE)) // num_caches
+    tuned = [config.resources[key].memory_fraction for key in sorted(caches & config.resources.keys())]
+    fractions = [fraction for fraction in tuned if fraction is not None]
+    return int(free * max(fractions)) if fractions else int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE))
