@@ -205,8 +205,8 @@ class PagedKV(Resource[KVStep]):
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of a pool. On a CPU the memory is taken page by page as it is first written: numpy asks the kernel for zeroed
-    pages, where `torch.zeros` would write all of them at start-up."""
+    """Zeros of a pool. On a CPU the memory is taken page by page as it is first written: numpy asks the kernel for
+    zeroed pages, where `torch.zeros` would write all of them at start-up."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
