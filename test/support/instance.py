@@ -7,7 +7,7 @@ turn until every request is done; what they emitted is in `results`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,6 @@ class Instance:
         self.parts: list[WorkerParts] = []
         self._net = LoopbackNet()
         self._front = self._net.bus("front", decode_to_front)
-        self._close: list[Callable[[], None]] = []
         ranks = sorted(set(placement.values()))
         name = secrets.token_hex(4)
         for rank in ranks:
@@ -140,12 +139,8 @@ class Instance:
         )
         shared = None
         if shared_name is not None:
-            arena = Arena(shared_name, rank, 1)
-            reader = ArenaReader(shared_name)
-            shared = Shared(arena, reader)
-            self._close += [reader.close, arena.close]
+            shared = Shared(Arena(shared_name, rank, 1), ArenaReader(shared_name))
         executor = ThreadedExecutor() if tuning.threaded else InlineExecutor()
-        self._close.append(executor.close)
         worker, parts = assemble_worker(
             compiled=self.compiled,
             nodes=nodes,
@@ -156,6 +151,8 @@ class Instance:
             settings=settings,
             shared=shared,
         )
+        if tuning.capture_sizes:
+            parts.engine.capture()
         self.workers.append(worker)
         self.parts.append(parts)
 
@@ -185,10 +182,15 @@ class Instance:
         for worker_rank in range(len(self.workers)):
             self._front.send(peer_name(worker_rank), [Remove(rid)])
 
-    def tick(self) -> bool:
-        """One turn for each worker, then the front reads. False: nobody had anything to do."""
-        busy = [worker.tick_once() for worker in self.workers]
-        return self._read() or any(busy)
+    def tick(self, ranks: Sequence[int] | None = None) -> bool:
+        """One turn for each worker (or some), then the front reads. False: nobody had anything to do."""
+        busy = False
+        for rank in range(len(self.workers)) if ranks is None else ranks:
+            if self.workers[rank].tick_once():
+                busy = True
+            else:
+                self.parts[rank].outbox.rest()  # as its loop does before it blocks
+        return self._read() or busy
 
     def run(self, max_ticks: int = 20000) -> dict[str, Result]:
         """Until every request is done and gone from the workers."""
@@ -208,8 +210,10 @@ class Instance:
         return self.parts[rank].counters._gauges()
 
     def close(self) -> None:
-        for close in self._close:
-            close()
+        for worker, parts in zip(self.workers, self.parts, strict=True):
+            worker.close()
+            parts.bus.close()
+        self._front.close()
 
     def _start(self, result: Result, opening: OpenRequest | None) -> None:
         for rank, start in result.starts:

@@ -7,6 +7,7 @@ import torch
 from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, FRAME, LLM, MEDIA_TOKEN
 from torch import Tensor, nn
 
+from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig, StaticInput
 from mstar.engine.step import AttentionStep, KVStep, PositionStep, Rows, SamplerStep, SubmoduleStep
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns, StopDecision
 from mstar.layers.attention import SelfAttention
@@ -94,6 +95,9 @@ class LanguageModel(NodeSubmodule):
         self.sampler = Sampler("sampler")
         self.offsets = code_vocab * torch.arange(num_codes)
 
+    def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+        return (BatchedCudaGraphConfig("speak", static_inputs=(StaticInput("frame", (self.num_codes,), "int64"),)),)
+
     def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch:
         num_rows = len(rows.handles)
         if graph_walk == "speak":
@@ -145,6 +149,7 @@ class CodePredictor(NodeSubmodule):
     def __init__(self, c: Config, dtype: torch.dtype) -> None:
         super().__init__()
         width, code_vocab = c["width"], c["code_vocab"]
+        self.width = width
         self.before_first = code_vocab
         self.last_place = c["num_codes"] - 1
         self.hidden = Linear(width, width, dtype=dtype, device="meta")
@@ -152,6 +157,9 @@ class CodePredictor(NodeSubmodule):
         self.position = TokenEmbedding(c["num_codes"], width, dtype=dtype, device="meta")
         self.head = OutputHead(width, code_vocab, dtype=dtype, device="meta")
         self.sampler = Sampler("code_sampler")
+
+    def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+        return (BatchedCudaGraphConfig("speak", static_inputs=(StaticInput("hidden", (self.width,), "float32"),)),)
 
     def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch:
         tokens = np.where(rows.iterations == 0, self.before_first, LIVE_TOKEN).astype(np.int32)
