@@ -14,7 +14,6 @@ from mstar.engine.cuda_graph_runner import Bucket
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.forward import record_bucket
 from mstar.engine.node_runtime import NodeRuntime
-from mstar.engine.resources.base import StepContext
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.staging import DeviceBlock, StepShape, fill_padding
 from mstar.engine.step import Rows
@@ -80,9 +79,8 @@ def capture_bucket(
         views = slot.views(layout)
         fill_padding(layout, views, 0, 0)
         views[fields.LAST][:] = np.arange(size)
-        ctx = StepContext(nobody, views, layout.shape)
         for item in touched:
-            item.facts = item.resource.plan(item.step, ctx)
+            item.facts = item.resource.plan(item.step, item.context(views, layout.shape))
         record_bucket(node, bucket, bucket.block.upload(slot, layout), touched)
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         raise CaptureError(f"capture of {node.name} {declared.walk!r} at {size} rows failed: {error}") from error

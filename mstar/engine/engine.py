@@ -22,7 +22,7 @@ from mstar.engine.execution import AdmitOutcome, Step, StepPart, StepState
 from mstar.engine.layer_handles import bind_layers
 from mstar.engine.node_runtime import NodeRuntime, build_node
 from mstar.engine.resource_set import build_resources
-from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction
+from mstar.engine.resources.base import OpenConfig, Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.staging import NoDeviceCopies, StepShape, fill_padding
@@ -32,6 +32,7 @@ from mstar.engine.step_inputs import find_inputs, row_shapes
 from mstar.engine.step_plan import StepPlan
 from mstar.engine.step_runner import StepWork
 from mstar.engine.submodule import NodeSubmodule, StopDecision
+from mstar.engine.transaction import Transaction
 from mstar.graph.protocol import NO_TENSOR, TakenRows
 from mstar.platforms.executor import DeviceExecutor
 
@@ -139,7 +140,7 @@ class Engine:
         txn = Transaction()
         try:
             for item in plan.touched:
-                outcome = item.resource.admit(item.step, StepContext(item.rows, {}, plan.shape), txn)
+                outcome = item.resource.admit(item.step, item.context({}, plan.shape), txn)
                 if not outcome.ok:
                     txn.rollback()
                     return outcome
@@ -156,10 +157,11 @@ class Engine:
             raise RuntimeError(f"a step is planned once, after admission, not in state {step.state.value}")
         node = self._nodes[step.node]
         try:
-            self._plan(node, _plan_of(step))
             plan = _plan_of(step)
+            plan.found = find_inputs(step.parts, self._store)
+            self._plan(node, plan)
             for item in plan.touched:
-                item.resource.advance(item.step, StepContext(item.rows, {}, plan.shape), step.txn)
+                item.resource.advance(item.step, item.context({}, plan.shape), step.txn)
         except BaseException:
             self._drop(step)
             raise
@@ -179,19 +181,10 @@ class Engine:
         if step.state is not StepState.ARMED or step.txn is None:
             raise RuntimeError(f"a step is submitted once, after planning, not in state {step.state.value}")
         node, plan = self._nodes[step.node], _plan_of(step)
-        found = find_inputs(step.parts, self._store)
-        num_rows = plan.rows.handles.size
-        plan.ranges = ((0, num_rows),)
-        if node.asks_can_batch and num_rows > 1:
-            if not node.submodule.can_batch(plan.walk, row_shapes(found, num_rows)):
-                plan.ranges = tuple((row, row + 1) for row in range(num_rows))
-        if plan.bucket is not None and (len(plan.ranges) > 1 or not plan.bucket.accepts(found)):
-            raise RuntimeError(f"{node.name}: inputs of the captured walk {plan.walk!r} are not as it declares them")
         queued = [work for resource in node.resources.values() for work in resource.drain_work()]
         step.txn.commit()
-        work = StepWork(
-            node, plan, found, queued, node.outputs.begin(), self._config.guard_outputs, self._config.debug_poison
-        )
+        config = self._config
+        work = StepWork(node, plan, queued, node.outputs.begin(), config.guard_outputs, config.debug_poison)
         step.state = StepState.SUBMITTED
         step.event = self._executor.submit(work)
 
@@ -285,8 +278,13 @@ class Engine:
 
     def _plan(self, node: NodeRuntime, plan: StepPlan) -> None:
         num_rows = plan.rows.handles.size
-        if plan.token_ids is None or plan.live_only:
-            plan.bucket = node.graphs.lookup(plan.walk, plan.cg_key_info, num_rows)
+        plan.ranges = ((0, num_rows),)
+        if node.asks_can_batch and num_rows > 1:
+            if not node.submodule.can_batch(plan.walk, row_shapes(plan.found, num_rows)):
+                plan.ranges = tuple((row, row + 1) for row in range(num_rows))
+        if len(plan.ranges) == 1 and (plan.token_ids is None or plan.live_only):
+            bucket = node.graphs.lookup(plan.walk, plan.cg_key_info, num_rows)
+            plan.bucket = bucket if bucket is not None and bucket.accepts(plan.found) else None
         self._stage(node, plan)
         if plan.bucket is not None and not all(item.resource.capturable(item.facts) for item in plan.touched):
             self._release_slot(node, plan)
@@ -311,7 +309,7 @@ class Engine:
         for item in plan.touched:
             guard = self._config.debug_poison and not item.resource.force_double_buffer
             with NoDeviceCopies(item.resource.key) if guard else nullcontext():
-                item.facts = item.resource.plan(item.step, StepContext(item.rows, views, plan.shape))
+                item.facts = item.resource.plan(item.step, item.context(views, plan.shape))
 
     def _stage_rows(self, plan: StepPlan, views: Mapping[str, np.ndarray]) -> None:
         """What the engine itself stages: handles, token ids, last tokens, iterations."""

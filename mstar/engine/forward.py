@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -150,10 +151,7 @@ def _run_range(
         staged = dict(narrow_staging(node.layouts.fields, staged, slice(begin, end), tokens))
         staged[fields.LAST] = staged[fields.LAST] - tokens.start
         token_ids = None if token_ids is None else token_ids[tokens]
-        touched = [
-            Touched(item.resource, item.step, item.rows, item.resource.narrow(item.facts, begin, end))
-            for item in touched
-        ]
+        touched = [replace(item, facts=item.resource.narrow(item.facts, begin, end)) for item in touched]
     for item in touched:
         item.resource.begin_forward(item.facts, staged)
     outputs = node.submodule.forward_batched(

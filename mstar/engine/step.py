@@ -19,6 +19,16 @@ class Rows(NamedTuple):
     spans: np.ndarray
     label: str = "main"
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return int(self.spans.sum())
+
+    @property
+    def single(self) -> bool:
+        """Every row has exactly one token."""
+        return bool((self.spans == 1).all())
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceStep:

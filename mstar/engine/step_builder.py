@@ -180,11 +180,16 @@ def touched_resources(node: NodeRuntime, declared: SubmoduleStep, rows: Rows) ->
     if unknown := declared.steps.keys() - node.resources.keys():
         raise LookupError(f"the step touches {sorted(unknown)}, not among the resources of node {node.name!r}")
     rows = rows if declared.rows is None else declared.rows
-    touched = [
-        Touched(resource, step, rows if step.rows is None else step.rows)
-        for key, resource in node.resources.items()
-        if (step := declared.steps.get(key)) is not None
-    ]
+    num_tokens, single = rows.num_tokens, rows.single
+    touched: list[Touched] = []
+    for key, resource in node.resources.items():
+        step = declared.steps.get(key)
+        if step is not None:
+            own = step.rows
+            if own is None:
+                touched.append(Touched(resource, step, rows, num_tokens, single))
+            else:
+                touched.append(Touched(resource, step, own, own.num_tokens, own.single))
     for item in touched:
         if missing := [key for key in item.resource.reads if key not in declared.steps]:
             raise LookupError(f"the step touches {item.resource.key!r} but not {missing[0]!r}, which that reads")

@@ -6,7 +6,7 @@ Written on the loop thread up to `submit`; from then on the executor reads it an
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from mstar.engine.cuda_graph_runner import Bucket
 from mstar.engine.staging import StagingLayout, StagingSlot, StepShape
 from mstar.engine.step import Rows
+from mstar.engine.step_inputs import Found
 from mstar.engine.touched import Touched
 
 NO_SHAPE = StepShape(0, 0, 0)
@@ -49,6 +50,7 @@ class StepPlan:
     shape: StepShape = NO_SHAPE
     layout: StagingLayout | None = None
     slot: StagingSlot | None = None
+    found: Found = field(default_factory=dict)
     ranges: Sequence[tuple[int, int]] = ()
     """Rows of each forward; more than one where the node refuses to batch them."""
     done: StepDone | None = None
@@ -56,4 +58,5 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
+        """Of the node's tokens; 0 for a node without."""
         return 0 if self.token_ids is None else self.token_ids.size

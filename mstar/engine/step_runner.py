@@ -17,7 +17,6 @@ from mstar.engine.forward import StepResult, Value, run_bucket, run_eager
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.output_ring import OutputSlot
 from mstar.engine.resources.base import Work
-from mstar.engine.step_inputs import Found
 from mstar.engine.step_plan import StepDone, StepPlan
 
 
@@ -27,7 +26,6 @@ class StepWork:
 
     node: NodeRuntime
     plan: StepPlan
-    found: Found
     queued: Sequence[Work]
     slot: OutputSlot
     guard_outputs: bool
@@ -41,10 +39,10 @@ class StepWork:
         assert plan.slot is not None and plan.layout is not None
         if plan.bucket is None:
             staged = node.block.upload(plan.slot, plan.layout)
-            result = run_eager(node, plan, staged, self.found)
+            result = run_eager(node, plan, staged, plan.found)
         else:
             staged = plan.bucket.block.upload(plan.slot, plan.layout)
-            result = run_bucket(node, plan, plan.bucket, staged, self.found, poison=self.poison)
+            result = run_bucket(node, plan, plan.bucket, staged, plan.found, poison=self.poison)
         plan.done = self._copy_out(result)
 
     def _copy_out(self, result: StepResult) -> StepDone:

@@ -87,6 +87,7 @@ class Attention(Resource[AttentionStep]):
         self.backend = choose_backend(spec.key, need, backend)
         self._current = _Current()
         self._q_starts = spec.key + ".q_starts"
+        self._numbers = np.arange(64, dtype=np.int32)
 
     def open(self, handle: int, config: OpenConfig) -> None:
         """Nothing of its own."""
@@ -96,12 +97,21 @@ class Attention(Resource[AttentionStep]):
 
     def plan(self, step: AttentionStep, ctx: StepContext) -> AttentionFacts:
         starts = ctx.staging[self._q_starts]
-        n, num_tokens = ctx.rows.handles.size, int(ctx.rows.spans.sum())
+        if ctx.single and starts.size == ctx.num_tokens + 1:
+            starts[:] = self._count_up(starts.size)
+            return AttentionFacts(step.causal)
+        n, num_tokens = ctx.rows.handles.size, ctx.num_tokens
         starts[0] = 0
         np.cumsum(ctx.rows.spans, dtype=np.int32, out=starts[1 : n + 1])
         # A padding row has one token, as far as there are padding tokens.
         starts[n + 1 :] = np.minimum(np.arange(num_tokens + 1, num_tokens + 1 + starts.size - n - 1), ctx.shape.tokens)
         return AttentionFacts(step.causal)
+
+    def _count_up(self, size: int) -> np.ndarray:
+        """0, 1, 2, ..."""
+        if size > self._numbers.size:
+            self._numbers = np.arange(2 * size, dtype=np.int32)
+        return self._numbers[:size]
 
     def capturable(self, plan: AttentionFacts) -> bool:
         return self.backend.caps().capturable

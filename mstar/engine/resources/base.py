@@ -32,10 +32,13 @@ class OpenConfig(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """What every resource sees of a step: the node's own rows (or the declared ones), and, from `plan` on, where its
-    staging fields are (numpy views of the staging slot, by field name) and their padded shape."""
+    """What every resource sees of a step: the node's own rows (or the declared ones), how many tokens they have and
+    whether each has exactly one (`single`); and, from `plan` on, where its staging fields are (numpy views of the
+    staging slot, by field name) and their padded shape."""
 
     rows: Rows
+    num_tokens: int
+    single: bool
     staging: Mapping[str, np.ndarray]
     shape: StepShape
 

@@ -53,11 +53,9 @@ class CacheStreams:
 
 def token_positions(lengths: np.ndarray, spans: np.ndarray) -> np.ndarray:
     """Positions of `spans[i]` tokens that continue `lengths[i]`, all rows packed: int32 [sum of spans]."""
-    total = int(spans.sum())
-    if total == spans.size and (spans == 1).all():
-        return lengths
-    starts = np.cumsum(spans) - spans
-    return np.arange(total, dtype=np.int32) + np.repeat((lengths - starts).astype(np.int32), spans)
+    ends = np.cumsum(spans)
+    total = int(ends[-1]) if ends.size else 0
+    return np.arange(total, dtype=np.int32) + np.repeat((lengths - ends + spans).astype(np.int32), spans)
 
 
 def _spread(handles: np.ndarray, held: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -108,11 +108,12 @@ class PagedKV(Resource[KVStep]):
             return AdmitOutcome()
         handles, spans, _ = ctx.rows
         held = self.arena.held[handles]
-        counts = -(-(self.lengths[handles] + spans) // self.spec.page_size) - held
-        short = np.flatnonzero(counts > 0)
+        after = self.lengths[handles] + spans
+        short = (after > held * self.spec.page_size).nonzero()[0]
         if not short.size:
             return AdmitOutcome()
-        handles, held, counts = handles[short], held[short], counts[short]
+        handles, held = handles[short], held[short]
+        counts = -(-after[short] // self.spec.page_size) - held
         acquired = self.arena.acquire(handles, counts)
         if acquired.refused is not None:
             return AdmitOutcome(tuple(handles[acquired.refused].tolist()), self.key)
@@ -137,9 +138,11 @@ class PagedKV(Resource[KVStep]):
             slots[:] = -1
             return False
         np.add(lengths, spans, out=ctx.staging[self.key + ".kv_lens"][:n], casting="unsafe")
-        positions = token_positions(lengths, spans)
-        owners = handles if positions is lengths else np.repeat(handles, spans)
-        slots[: positions.size] = self.streams.slots(owners, positions)
+        if ctx.single:
+            slots[:n] = self.streams.slots(handles, lengths)
+        else:
+            positions = token_positions(lengths, spans)
+            slots[: ctx.num_tokens] = self.streams.slots(np.repeat(handles, spans), positions)
         return True
 
     def advance(self, step: KVStep, ctx: StepContext, txn: Transaction) -> None:

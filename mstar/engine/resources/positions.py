@@ -49,8 +49,9 @@ class Positions(Resource[PositionStep]):
         """Nothing of its own."""
 
     def plan(self, step: PositionStep, ctx: StepContext) -> None:
-        positions = token_positions(self._kv.lengths[ctx.rows.handles], ctx.rows.spans)
-        ctx.staging[self._field][: positions.size] = positions
+        lengths = self._kv.lengths[ctx.rows.handles]
+        positions = lengths if ctx.single else token_positions(lengths, ctx.rows.spans)
+        ctx.staging[self._field][: ctx.num_tokens] = positions
 
     def layer(self, index: int) -> RotaryState:
         return self.state

@@ -21,7 +21,7 @@ from mstar.engine.resources import sampling_columns as column
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
 from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts
 from mstar.engine.resources.logprobs import log_probabilities, unpack
-from mstar.engine.resources.sampling_columns import SamplingColumns, check_sampling, without_text
+from mstar.engine.resources.sampling_columns import SamplingColumns, check_prompt, check_sampling, without_text
 from mstar.engine.resources.sampling_plan import SamplingPlan, plan_sampling
 from mstar.engine.resources.token_choice import ChoiceParams, choose_tokens
 from mstar.engine.spec import SamplerSpec
@@ -69,6 +69,8 @@ class Sampler(Resource[SamplerStep]):
     def open(self, handle: int, config: OpenConfig) -> None:
         params = config.sampling if self._samples_text else without_text(config.sampling)
         check_sampling(params, self.vocab_size)
+        if self._samples_text and config.prompt_ids is not None:
+            check_prompt(config.prompt_ids, self.vocab_size)
         self.columns.open(handle, params, self._stream)
         self._fresh.append(handle)
         if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
@@ -184,7 +186,8 @@ class Sampler(Resource[SamplerStep]):
         raw = logits[self._field("asked", "rows")] if plan.asked.size else None
         self._adjust(logits, plan)
         ops.greedy(logits, out=tokens)
-        finite = logits.gather(1, tokens.long()[:, None]).isfinite().squeeze(1)
+        # The largest logit is NaN if any is, and infinite if any is +inf or all are -inf.
+        finite = logits.gather(1, tokens.long()[:, None]).squeeze(1).abs_() < torch.inf
         if plan.sampled.size:
             self._choose(logits, tokens, plan)
         if raw is not None:
@@ -200,9 +203,8 @@ class Sampler(Resource[SamplerStep]):
             rows = self._field("penalized", "rows")
             params = self._table[self._field("penalized", "handles")]
             changed = logits[rows]
-            repetition, presence, frequency = (
-                params[:, i : i + 1] for i in (column.REPETITION, column.PRESENCE, column.FREQUENCY)
-            )
+            repetition = params[:, column.REPETITION, None]
+            presence, frequency = params[:, column.PRESENCE, None], params[:, column.FREQUENCY, None]
             self._counts.penalize(changed, self._field("penalized", "table"), repetition, presence, frequency)
             logits.index_copy_(0, rows, changed)
         if plan.biased.size:
@@ -215,8 +217,11 @@ class Sampler(Resource[SamplerStep]):
         rows = self._field("sampled", "rows")
         params = self._table[self._field("sampled", "handles")]
         choice = ChoiceParams(
-            *(params[:, i : i + 1] for i in (column.TEMPERATURE, column.TOP_K, column.TOP_P, column.MIN_P)),
-            self._field("sampled", "uniform")[:, None],
+            temperature=params[:, column.TEMPERATURE, None],
+            top_k=params[:, column.TOP_K, None],
+            top_p=params[:, column.TOP_P, None],
+            min_p=params[:, column.MIN_P, None],
+            uniform=self._field("sampled", "uniform")[:, None],
         )
         few = logits if plan.sampled.size == logits.shape[0] else logits[rows]
         chosen = choose_tokens(few, choice, plan.num_candidates, needs_mass=plan.needs_mass)

@@ -44,6 +44,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError(f"{name}: token id {strangers[0]} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
+def check_prompt(prompt_ids: np.ndarray, vocab_size: int) -> None:
+    """Raises `ValueError` for a prompt with an id that no embedding has."""
+    if prompt_ids.size and (prompt_ids.min() < 0 or prompt_ids.max() >= vocab_size):
+        stranger = int(prompt_ids[(prompt_ids < 0) | (prompt_ids >= vocab_size)][0])
+        raise ValueError(f"prompt: token id {stranger} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
 def without_text(params: SamplingParams) -> SamplingParams:
     """What is left of a request's parameters for a sampler whose tokens are not text (`SamplerSpec.samples_text`)."""
     return SamplingParams(
