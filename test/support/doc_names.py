@@ -100,6 +100,7 @@ def _exists_dotted(name: str) -> bool:
 def commands() -> dict[str, set[str]]:
     """Command → its options, as the command line itself knows them."""
     import typer.main
+
     from mstar.cli import app
 
     group = typer.main.get_command(app)

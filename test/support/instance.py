@@ -75,6 +75,7 @@ class Result:
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
+    aborted: bool = False
     expected_emits: dict[tuple[int, str], int] = field(default_factory=dict)
     received_emits: dict[tuple[int, str], int] = field(default_factory=dict)
     opening: OpenRequest | None = None
@@ -84,7 +85,7 @@ class Result:
 
     @property
     def done(self) -> bool:
-        if self.failure is not None:
+        if self.failure is not None or self.aborted:
             return True
         return not self.starts and not self.waiting and self.received_emits == self.expected_emits
 
@@ -177,8 +178,12 @@ class Instance:
             self._front.send(peer_name(0), [Open(rid=rid, open=opening)])
         return result
 
-    def remove(self, rid: str) -> None:
-        """Abort, or the end of a finished request."""
+    def abort(self, rid: str) -> None:
+        """The client has left; what still comes for it is ignored."""
+        self.results[rid].aborted = True
+        self._finish(self.results[rid])
+
+    def _remove(self, rid: str) -> None:
         for worker_rank in range(len(self.workers)):
             self._front.send(peer_name(worker_rank), [Remove(rid)])
 
@@ -266,7 +271,7 @@ class Instance:
     def _finish(self, result: Result) -> None:
         if result.done and result.opening is not None:
             result.opening = None
-            self.remove(result.rid)
+            self._remove(result.rid)
 
 
 def shared_memory_files(directory: Path = Path("/dev/shm")) -> set[str]:
