@@ -80,14 +80,13 @@ def select_kernels(choice: str | None = None) -> str:
 
 
 def record(forward: Callable[[], T]) -> tuple[Tape, T]:
-    """Run ``forward`` once and return its kernel calls as a `Tape`, with what it returned.
+    """Run ``forward`` once and return its operations as a `Tape`, with what it returned.
 
-    ``tape.replay()`` then repeats the calls in one step outside the interpreter, into the same returned tensors. The
-    forward may allocate and view tensors and call the operations of this module. Cheap: one eager run.
+    ``tape.replay()`` then repeats them without the forward's Python, into the same returned tensors. Stretches of
+    operations of this module cost one call; any other torch operation costs what it costs eagerly. Cheap: one run.
 
     Raises:
-        RecordError: the forward used another torch operation or an operation without a compiled kernel, or the
-            process runs the torch kernels.
+        RecordError: the forward read values of tensors in Python, or the process runs the torch kernels.
     """
     if _native is None:
         raise RecordError("the torch kernels cannot be recorded")
@@ -177,7 +176,7 @@ def rope_write_kv(
     v_pages: Tensor,
     num_q_heads: int,
 ) -> Tensor:
-    """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of its keys and values."""
+    """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of keys and values."""
     if _native is not None and _compiled(qkv):
         result = _native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads)
         if result is not NotImplemented:
@@ -213,6 +212,8 @@ def paged_attend(
         result = _native.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
         if result is not NotImplemented:
             return out
+    if _native is not None and _native.library.is_recording:  # the reference reads lengths in Python
+        raise RecordError("paged_attend has no compiled kernel for these tensors")
     reference.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
     return out
 

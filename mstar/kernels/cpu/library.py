@@ -11,11 +11,11 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from mstar.kernels.tape import RecordError, Recording, Tape
+from mstar.kernels.tape import Program, RecordError, Recording, Tape
 
 T = TypeVar("T")
 
@@ -39,6 +39,11 @@ class Library:
         self.vector_width: int = self._lib.mstar_vector_width()
         self.tape: Tape | None = None
 
+    @property
+    def is_recording(self) -> bool:
+        """True on the thread whose operations go onto a tape."""
+        return self.tape is not None and self.tape.thread == threading.get_ident()
+
     def call(self, name: str, layout: str) -> Callable[..., None]:
         """The kernel ``name`` as a function of its words, given in the `struct` format ``layout``.
 
@@ -51,15 +56,15 @@ class Library:
 
         def call(*args: float) -> None:
             words = pack(*args)
-            if self.tape is not None and self.tape.thread == threading.get_ident():
-                self.tape.append(address, words)
+            if self.tape is not None and self.is_recording:
+                self.tape.append_kernel(address, words)
             if status := kernel(words):
                 raise IndexError(_FAULTS[status])
 
         return call
 
     def record(self, forward: Callable[[], T]) -> tuple[Tape, T]:
-        """Run ``forward`` once and keep its kernel calls. One recording at a time in a process."""
+        """Run ``forward`` once and keep its operations. One recording at a time in a process."""
         if self.tape is not None:
             raise RecordError("another recording is under way")
         tape = self.tape = Tape(self.replay)
@@ -71,7 +76,7 @@ class Library:
         tape.seal()
         return tape, result
 
-    def replay(self, program: ctypes.Array[Any]) -> None:
-        """Run the calls of a tape with the present number of threads; raises as the calls do."""
+    def replay(self, program: Program) -> None:
+        """Run a tape's calls with the present number of threads; raises as the calls do."""
         if status := self._replay(ctypes.addressof(program), len(program), torch.get_num_threads()):
             raise IndexError(_FAULTS[status])

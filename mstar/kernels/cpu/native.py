@@ -178,7 +178,7 @@ class NativeKernels:
         causal: bool,
         out: Tensor,
     ) -> Any:
-        tokens, heads, head_dim = q.shape
+        _, heads, head_dim = q.shape
         num_pages, page_size, kv_heads, _ = k_pages.shape
         rows = kv_lens.shape[0]
         if not (_token_rows(q) and _token_rows(out) and _is_index(kv_lens) and _is_index(q_starts)):
@@ -232,7 +232,7 @@ class NativeKernels:
 
 
 def _outer_inner(x: Tensor) -> tuple[int, int, int, int] | None:
-    """``(outer, inner, outer stride, inner stride)`` of the leading dimensions, or None if they do not fold into two."""
+    """``(outer, inner, outer stride, inner stride)`` of the leading dimensions; None if they are more than two."""
     if x.stride(-1) != 1:
         return None
     shape, strides = x.shape, x.stride()
