@@ -183,5 +183,6 @@ class LoopbackBus(Generic[M]):
     def close(self, linger_s: float = 0.2) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self.arrived.fileno())
+            self._loop = None
         self._net.leave(self.address)
         self.arrived.close()

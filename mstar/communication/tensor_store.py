@@ -122,11 +122,13 @@ class TensorStore:
         self._num_live -= gone.size
         batches = self._batch_of[gone]
         if (batches == batches[0]).all():
-            self._take_out(int(batches[0]), gone.size)
+            batches, counts = batches[:1], gone.size
         else:
-            distinct, counts = np.unique(batches, return_counts=True)
-            for batch, count in zip(distinct.tolist(), counts.tolist(), strict=True):
-                self._take_out(batch, count)
+            batches, counts = np.unique(batches, return_counts=True)
+        self._num_in_use[batches] -= counts
+        ended = batches[self._num_in_use[batches] == 0]
+        for batch, start in zip(ended.tolist(), self._starts[ended].tolist(), strict=True):
+            self._drop_batch(batch, start)
         return gone.size
 
     def num_references(self, tensor_id: int) -> int:
@@ -215,12 +217,9 @@ class TensorStore:
             self._batch_of = np.concatenate([self._batch_of, np.zeros_like(self._batch_of)])
         return start
 
-    def _take_out(self, batch: int, count: int) -> None:
-        self._num_in_use[batch] -= count
-        if self._num_in_use[batch]:
-            return
+    def _drop_batch(self, batch: int, start: int) -> None:
         tensor = self._backing(batch)
         self._num_bytes -= tensor.nbytes
-        self._free_ranges[(tensor.shape[0] - 1).bit_length()].append(int(self._starts[batch]))
+        self._free_ranges[(tensor.shape[0] - 1).bit_length()].append(start)
         self._batches[batch] = None
         self._free_batches.append(batch)

@@ -33,5 +33,7 @@ class Wakeup:
             return False
 
     def close(self) -> None:
-        for fd in {self._read_fd, self._write_fd}:
+        """A second call does nothing."""
+        for fd in {self._read_fd, self._write_fd} - {-1}:
             os.close(fd)
+        self._read_fd = self._write_fd = -1
