@@ -44,8 +44,8 @@ def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: in
     index = positions[:tokens].long()
     c, s = cos[index].unsqueeze(1), sin[index].unsqueeze(1)  # [tokens, 1, half]
     a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
-    heads[..., :half] = (a * c - b * s).to(qkv.dtype)
-    heads[..., half : 2 * half] = (b * c + a * s).to(qkv.dtype)
+    rotated = (a * c - b * s).to(qkv.dtype), (b * c + a * s).to(qkv.dtype)  # in fp32, a and b are views of the heads
+    heads[..., :half], heads[..., half : 2 * half] = rotated
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
