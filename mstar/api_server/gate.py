@@ -19,7 +19,8 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 class Gate:
     """Wraps the application. A request id is taken from `x-request-id` if it is printable ASCII of up to 128
-    characters, else made up, and always returned."""
+    characters, else made up, and always returned. In the scope's state it leaves `request_id` and `send`, the server's
+    own, for bodies that need nothing of the layers between."""
 
     def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], max_body_bytes: int) -> None:
         self._app = app
@@ -33,7 +34,7 @@ class Gate:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         request_id = given if _ID.fullmatch(given) else b"req-" + secrets.token_hex(12).encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode("ascii")
+        scope.setdefault("state", {}).update(request_id=request_id.decode("ascii"), send=send)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

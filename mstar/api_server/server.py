@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -127,6 +128,7 @@ class _Front:
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             await parts.pool.start()
             self._bus.attach(loop, parts.conductor.on_messages)
+            gc.freeze()  # what start-up made lives as long as the process; no collection needs to look at it
             await self._until_drained(parts.handle, serving)
             server.should_exit = True
             await serving

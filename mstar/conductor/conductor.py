@@ -32,7 +32,7 @@ from mstar.communication.messages import (
     ToFront,
     WalkDone,
 )
-from mstar.conductor.events import Failure, FinishedEvent, RequestStream, TensorEvent, TokenEvent
+from mstar.conductor.events import Event, Failure, FinishedEvent, RequestStream, TensorEvent, TokenEvent
 from mstar.conductor.request_table import RequestRecord, RequestTable
 from mstar.conductor.statistics import Statistics
 from mstar.conductor.walks import WalkDirectory
@@ -151,7 +151,8 @@ class Conductor:
         self._watch.close()
 
     def _on_emit(self, frame: EmitFrame) -> None:
-        src, now, requests = frame.src, self._pass_at, self.requests.by_rid
+        """The one hot handler: once per step, a few operations per token."""
+        src, now, requests, statistics = frame.src, self._pass_at, self.requests.by_rid, self.statistics
         signals, tokens, logprobs = frame.signals, frame.tokens, frame.logprobs
         signal = signals[0] if signals else ""
         key, is_mixed = (src, signal), len(signals) > 1
@@ -165,13 +166,15 @@ class Conductor:
             received = record.received
             received[key] = received.get(key, 0) + 1
             if not record.is_stopped or self._walks.modality_of.get(signal) != "text":
-                stream = record.stream
-                stream.push(TokenEvent(record.choice, signal, tokens[i], logprobs[i] if logprobs else None))
-                if not stream.is_dirty:
-                    stream.is_dirty = True
-                    self._dirty.append(stream)
-                self._time_emit(record, now)
-                self.statistics.num_generated_tokens += 1
+                self._push(
+                    record.stream, TokenEvent(record.choice, signal, tokens[i], logprobs[i] if logprobs else None)
+                )
+                statistics.num_generated_tokens += 1
+                if record.last_emit_at is None:
+                    self._first_emit(record)
+                else:
+                    statistics.inter_token_s.observe(now - record.last_emit_at)
+                record.last_emit_at = now
             if record.is_walked:
                 self._finish_if_complete(record)
         for rid, signal, tensor in zip(frame.tensor_rids, frame.tensor_signals, frame.tensors, strict=True):
@@ -180,17 +183,15 @@ class Conductor:
                 continue
             record.received[src, signal] = record.received.get((src, signal), 0) + 1
             self._push(record.stream, TensorEvent(record.choice, signal, tensor))
-            self._time_emit(record, now)
+            if record.last_emit_at is None:
+                self._first_emit(record)
+            record.last_emit_at = now
             if record.is_walked:
                 self._finish_if_complete(record)
 
-    def _time_emit(self, record: RequestRecord, now: float) -> None:
-        last_at, record.last_emit_at = record.last_emit_at, now
-        if last_at is not None:
-            self.statistics.inter_token_s.observe(now - last_at)
-        else:
-            self.statistics.first_token_s.observe(now - record.stream.submitted_at)
-            self._started_emitting(record.stream, record.choice)
+    def _first_emit(self, record: RequestRecord) -> None:
+        self.statistics.first_token_s.observe(self._pass_at - record.stream.submitted_at)
+        self._started_emitting(record.stream, record.choice)
 
     def _started_emitting(self, stream: RequestStream, choice: int) -> None:
         if stream.waiting[choice]:
@@ -276,7 +277,7 @@ class Conductor:
         for rank in told:
             self._send(rank, Remove(record.rid))
 
-    def _push(self, stream: RequestStream, event: TensorEvent | FinishedEvent | Failure) -> None:
+    def _push(self, stream: RequestStream, event: Event) -> None:
         stream.push(event)
         if not stream.is_dirty:
             stream.is_dirty = True

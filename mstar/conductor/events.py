@@ -109,19 +109,24 @@ class RequestStream:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    def take_now(self) -> list[Event]:
+        """What has come since the last call, without waiting."""
+        events, self._pending = self._pending, []
+        return events
+
+    def more(self) -> asyncio.Future[None]:
+        """Done when something has come. One caller at a time, and only while something will come (`num_open`)."""
+        self._waiter = waiter = asyncio.get_running_loop().create_future()
+        if self._pending:
+            waiter.set_result(None)
+        return waiter
+
     async def take(self) -> list[Event]:
         """What has come since the last call, waiting for at least one event; empty when nothing will come any more.
         One caller at a time."""
-        if not self._pending:
-            if not self.num_open:
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._pending = self._pending, []
-        return events
+        if not self._pending and self.num_open:
+            await self.more()
+        return self.take_now()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while events := await self.take():

@@ -6,7 +6,7 @@ Front loop only; one task per request, and a second one that waits for the clien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -37,6 +37,7 @@ class TextRun:
         self._tokenizer = tokenizer
         self._num_results = request.generate.num_results
         self._choices: list[ChoiceText[TokenNote]] = [self._new_choice(()) for _ in range(self._num_results)]
+        self._offsets = [0] * self._num_results
         self._leaving: asyncio.Task[None] | None = None
 
     def watch_client(self, receive: Receive) -> None:
@@ -93,51 +94,61 @@ class TextRun:
                     raise RefusedError(event)
         return events
 
-    async def chunks(self, events: Sequence[Event]) -> AsyncIterator[bytes]:
-        """Bodies to write, beginning with `events`: what one pass of the conductor brought is one body."""
-        offsets = [0] * self._num_results
-        has_notes = self.request.num_logprobs is not None
-        plain = not has_notes and self.request.stops is None
-        choices, parts, delta_chunk = self._choices, self.shape.parts, self.shape.delta_chunk
+    async def write(self, events: Sequence[Event], send: Send) -> None:
+        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body."""
         body = [self.shape.opening_chunk(index) for index in range(self._num_results)]
-        while events:
+        add = self._add_plain if self.request.num_logprobs is None and self.request.stops is None else self._add
+        stream = self.stream
+        is_open = True
+        while True:
             for event in events:
-                if type(event) is TokenEvent:
-                    index = event.choice
-                    if plain:
-                        if text := choices[index].push(event.token):
-                            before, after = parts[index]
-                            body += (before, encode_json(text), after)
-                        continue
-                    piece = self._push(event)
-                elif type(event) is FinishedEvent:
-                    index = event.choice
-                    piece, reason = self._finish(event)
-                    if piece.text or piece.notes:
-                        body.append(delta_chunk(index, piece.text, piece.notes, offsets[index]))
-                    body.append(self.shape.finish_chunk(index, reason))
-                    continue
-                elif type(event) is Failure:
-                    body.append(error_event(event))
-                    yield b"".join(body)
-                    return
-                else:
-                    if type(event) is PreparedEvent:
-                        self._prepared(event)
-                    continue
-                if piece.text or piece.notes:
-                    body.append(delta_chunk(index, piece.text, piece.notes, offsets[index]))
-                    offsets[index] += len(piece.text)
-            if not self.stream.num_open and not self.stream.has_pending:
+                is_open = add(event, body)
+            if not is_open or not (stream.num_open or stream.has_pending):
                 break
             if body:
-                yield b"".join(body)
+                await send({"type": "http.response.body", "body": b"".join(body), "more_body": True})
                 body.clear()
-            events = await self.stream.take()
-        if self.request.includes_usage:
-            body.append(self.shape.usage_chunk(self.usage.as_json()))
-        body.append(DONE)
-        yield b"".join(body)
+            if not stream.has_pending:
+                await stream.more()
+            events = stream.take_now()
+        if is_open:
+            if self.request.includes_usage:
+                body.append(self.shape.usage_chunk(self.usage.as_json()))
+            body.append(DONE)
+        await send({"type": "http.response.body", "body": b"".join(body), "more_body": False})
+
+    def _add_plain(self, event: Event, body: list[bytes]) -> bool:
+        """As `_add`, for a request without stop strings and logprobs; a token costs the least here."""
+        if type(event) is not TokenEvent:
+            return self._add(event, body)
+        text = self._choices[event.choice].push(event.token)
+        if text:
+            before, after = self.shape.parts[event.choice]
+            body += (before, encode_json(text), after)
+        return True
+
+    def _add(self, event: Event, body: list[bytes]) -> bool:
+        """Puts the chunks of one event behind `body`. False: the request has failed, nothing may follow."""
+        match event:
+            case TokenEvent():
+                self._add_delta(event.choice, self._push(event), body)
+            case FinishedEvent():
+                piece, reason = self._finish(event)
+                self._add_delta(event.choice, piece, body)
+                body.append(self.shape.finish_chunk(event.choice, reason))
+            case PreparedEvent():
+                self._prepared(event)
+            case Failure():
+                body.append(error_event(event))
+                return False
+            case _:
+                pass
+        return True
+
+    def _add_delta(self, choice: int, piece: Piece[TokenNote], body: list[bytes]) -> None:
+        if piece.text or piece.notes:
+            body.append(self.shape.delta_chunk(choice, piece.text, piece.notes, self._offsets[choice]))
+            self._offsets[choice] += len(piece.text)
 
     def _new_choice(self, prompt_tail: Sequence[int]) -> ChoiceText[TokenNote]:
         return ChoiceText(
@@ -185,10 +196,10 @@ class TextStreamResponse(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The headers pass the whole stack of middleware. The bodies are written by a task of their own, to the server
+        directly: else each token would wake and walk every layer twice."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-            async for body in self._run.chunks(self._events):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await asyncio.create_task(self._run.write(self._events, scope["state"]["send"]))
         finally:
             self._run.close()
