@@ -61,10 +61,11 @@ class Admission:
             entered.append(request)
         return entered
 
+    def withdraw(self, request: Request) -> None:
+        """A request that leaves before its turn gives up its place at once."""
+        self._line.remove(request)
+
     def leave(self, request: Request) -> None:
-        """Give back what `request` holds, or its place in the line."""
-        if request.admitted:
-            self._engine.close(request.handle)
-            self.num_admitted -= 1
-        else:
-            self._line.remove(request)
+        """Give back what an admitted request holds."""
+        self._engine.close(request.handle)
+        self.num_admitted -= 1

@@ -189,8 +189,11 @@ class Inbox:
 
     def remove(self, handle: int) -> None:
         """First step of the one teardown path: gate the row, so that no new step takes it."""
+        request = self._requests[handle]
         self._requests.removing[handle] = True
-        if self._requests[handle].partitions:
+        if not request.admitted:
+            self._admission.withdraw(request)
+        elif request.partitions:
             self._graph.gate([handle], Gate.REMOVING, True)
         self.leaving.append(handle)
 

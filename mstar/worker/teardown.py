@@ -83,6 +83,7 @@ class Teardown:
             self._store.free(self._graph.remove(handle))
         self._store.free(parked)
         self._walks.forget(handle)
-        self._admission.leave(request)
+        if request.admitted:
+            self._admission.leave(request)
         self._requests.drop(handle)
         self._rids.release(handle)
