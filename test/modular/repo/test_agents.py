@@ -11,8 +11,8 @@ SECTIONS = re.findall(r"^### (\d+)\. (.+?)\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE
 
 
 def _mechanisms(body: str) -> list[str]:
-    line = re.search(r"^Held by: (.+)$", body, re.MULTILINE)
-    return re.findall(r"`([^`]+)`", line[1]) if line else []
+    held = re.search(r"^Held by:\s(.+?)(?=\n\n|\Z)", body, re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`]+)`", held[1]) if held else []
 
 
 def _contracts() -> dict[str, dict]:

@@ -74,4 +74,9 @@ def test_metrics_equal_what_is_exported():
     sources = [path.read_text() for path in package_files() if path.relative_to(PACKAGE).parts[0] in exporting]
     exported = {name for source in sources for name in re.findall(r"[\"'](mstar_[a-z_]+)", source)}
     documented = {name.split("{")[0] for name in _first_cells("Metrics")}
-    assert {name.removesuffix("_total") for name in documented} == {name.removesuffix("_total") for name in exported}
+    assert {_family(name) for name in documented} == {_family(name) for name in exported}
+
+
+def _family(name: str) -> str:
+    """A metric's name without what Prometheus' text form appends to it."""
+    return re.sub(r"_(total|bucket|sum|count)$", "", name)
