@@ -96,7 +96,10 @@ class Engine:
         self._rows.close(handle)
 
     def reserve(self, handle: int, num_tokens: int) -> bool:
-        """Promise room for `num_tokens` in every cache, or in none. `close` gives it back."""
+        """Promise room for `num_tokens` in every cache, or in none. `close` gives it back. More than `most_tokens` is
+        never granted."""
+        if num_tokens > self.most_tokens():
+            return False
         promised: list[Resource] = []
         for resource in self._resources:
             if not resource.reserve(handle, num_tokens):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.execution import StepLogprobs
+from mstar.engine.resources.token_choice import largest
 
 LOWEST = -9999.0
 """What stands for minus infinity: JSON has no infinities."""
@@ -22,10 +23,8 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     own = wide.gather(1, tokens[:, None]) - total
     columns = [own.clamp_(min=LOWEST)]
     if num_top:
-        values, ids = torch.topk(wide, min(num_top, wide.shape[1]), dim=-1)
-        ids, order = ids.sort(dim=-1)
-        values, order = torch.sort(values.gather(-1, order), dim=-1, descending=True, stable=True)
-        columns += [ids.gather(-1, order).float(), (values - total).clamp_(min=LOWEST)]
+        values, ids = largest(wide, min(num_top, wide.shape[1]))
+        columns += [ids.float(), (values - total).clamp_(min=LOWEST)]
     return torch.cat(columns, -1)
 
 

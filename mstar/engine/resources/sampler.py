@@ -239,8 +239,7 @@ class Sampler(Resource[SamplerStep]):
 
     def _open_counts(self, handle: int, prompt_ids: np.ndarray | None) -> None:
         row = self._count_rows.take(handle)
-        prompt = np.empty(0, np.int64) if prompt_ids is None else np.asarray(prompt_ids, np.int64)
-        prompt = prompt[(prompt >= 0) & (prompt < self.vocab_size)]
+        prompt = np.empty(0, np.int64) if prompt_ids is None else prompt_ids.astype(np.int64)
         self._work.append(lambda: self._counts.reset(row, prompt))
 
     def _open_biases(self, handle: int, params: SamplingParams) -> None:

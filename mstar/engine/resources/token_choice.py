@@ -52,7 +52,7 @@ def choose_tokens(logits: Tensor, params: ChoiceParams, num_candidates: int, *, 
     if num_candidates >= vocab:
         values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
         return _draw(values, tokens, mass, params, vocab).tokens
-    values, tokens = _largest(logits, num_candidates)
+    values, tokens = _candidates(logits, num_candidates)
     drawn = _draw(values, tokens, mass, params, vocab)
     if logits.device.type != "cpu" or bool(drawn.decided.all()):
         return drawn.tokens
@@ -74,9 +74,18 @@ def _whole_mass(logits: Tensor, temperature: Tensor) -> Tensor:
     return scaled.div_(temperature).exp_().sum(-1, keepdim=True, dtype=torch.float64)
 
 
-def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and indices of the largest logits in the order of the module docstring. Among equal logits at the end of
-    the list `topk` picks any; `_draw` does not trust those."""
+def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` values and indices of each row in the order of the module docstring, `[rows, count]`."""
+    if count < logits.shape[1] and logits.device.type == "cpu":
+        values, tokens = _candidates(logits, count + 1)
+        if not bool((values[:, -2] == values[:, -1]).any()):
+            return values[:, :-1], tokens[:, :-1]
+    values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return values[:, :count], tokens[:, :count]
+
+
+def _candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `largest`, but among equal logits at the end of the list `topk` picks any: `_draw` does not trust those."""
     values, tokens = torch.topk(logits, count, dim=-1)
     tokens, order = tokens.sort(dim=-1)
     values = values.gather(-1, order)
@@ -113,5 +122,6 @@ def _draw(values: Tensor, tokens: Tensor, mass: Tensor | None, params: ChoicePar
         return _Drawn(tokens.gather(1, drawn).squeeze(1), torch.ones_like(drawn[:, 0], dtype=torch.bool))
     # What decides is above the smallest candidate: nothing outside the list can stand before it.
     border = torch.where(num_kept <= count, last, drawn.clamp(max=count - 1))
-    decided = cut & (drawn < count) & (values.gather(1, border) > values[:, -1:])
+    top_p_known = (top_k <= count) | (params.top_p >= 1)
+    decided = cut & top_p_known & (drawn < count) & (values.gather(1, border) > values[:, -1:])
     return _Drawn(tokens.gather(1, drawn.clamp_(max=count - 1)).squeeze(1), decided.squeeze(1))
