@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -35,7 +35,9 @@ from mstar.communication.messages import (
     WalkDone,
 )
 from mstar.communication.wire import decode_to_front, decode_to_worker
+from mstar.engine.engine import Engine
 from mstar.engine.engine_config import EngineConfig
+from mstar.engine.execution import Step
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.compile import compile_walks
 from mstar.graph.program import CompiledGraph
@@ -90,6 +92,17 @@ class Result:
         return not self.starts and not self.waiting and self.received_emits == self.expected_emits
 
 
+class StepRecord(NamedTuple):
+    """One submitted step; `rows` are handles of worker `rank`. `speculated`: it goes on from a step whose end was not
+    routed yet (by what it was composed of; the workers' counters go by time)."""
+
+    rank: int
+    node: str
+    walks: tuple[str, ...]
+    rows: tuple[int, ...]
+    speculated: bool
+
+
 class Instance:
     """`placement`: rank of each node. Requests are submitted at any time; `tick` gives each worker one turn."""
 
@@ -99,6 +112,7 @@ class Instance:
         self.model = model
         self.compiled: CompiledGraph = compile_walks(model.walks(), model.partitions(), placement)
         self.results: dict[str, Result] = {}
+        self.steps: list[StepRecord] = []
         self.workers: list[Worker] = []
         self.parts: list[WorkerParts] = []
         self._net = LoopbackNet()
@@ -154,8 +168,20 @@ class Instance:
         )
         if tuning.capture_sizes:
             parts.engine.capture()
+        self._record_steps(rank, parts.engine)
         self.workers.append(worker)
         self.parts.append(parts)
+
+    def _record_steps(self, rank: int, engine: Engine) -> None:
+        submit = engine.submit
+
+        def recording(step: Step) -> None:
+            walks = tuple(part.taken.key.walk for part in step.parts)
+            rows = tuple(step.handles.tolist())
+            self.steps.append(StepRecord(rank, step.node, walks, rows, bool(step.spec_ids)))
+            submit(step)
+
+        engine.submit = recording
 
     def submit(self, rid: str, prompt: PreparedPrompt, sampling: SamplingParams = GREEDY) -> Result:
         """Start a request as the front would: open it everywhere, then start every partition on its workers."""

@@ -11,9 +11,15 @@ import torch
 from safetensors.torch import save_file
 from support.composite import reference
 from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, FRAME, LLM
+from support.instance import Instance, Tuning
 
+from mstar.communication.messages import SamplingParams
 from mstar.config.schema import NodeGroup
-from mstar.model.base import PromptRequest
+from mstar.engine.submodule import NodeSubmodule
+from mstar.model.base import ModelSetup, PromptRequest
+from mstar.model.loader.checkpoint import resolve_checkpoint
+from mstar.model.registry import build_model, build_submodule, find_card
+from mstar.model.submodule_context import SubmoduleContext
 
 CARD = "support.composite.model:CARD"
 """What a deployment file names as its model; `test` must be on the import path of its processes."""
@@ -109,3 +115,47 @@ def make_requests(count: int, seed: int = 0, max_tokens: int | None = None) -> l
             request = Request(media, latent, prompt, length, (token,))
         made.append(request)
     return made
+
+
+class Composite:
+    """The model with its checkpoint in `directory`: builds instances, submits requests, compares with the reference.
+    `changes` are entries of the checkpoint's configuration."""
+
+    def __init__(self, directory: Path, **changes: int) -> None:
+        checkpoint = resolve_checkpoint(str(write_checkpoint(directory, **changes)), cache_dir=directory)
+        self._weights = reference.make_weights(WEIGHTS_SEED)
+        self._expected: dict[int, reference.Outputs] = {}
+        self.card = find_card(CARD)
+        setup = ModelSetup(checkpoint.config(), None, 256)
+        self.model = build_model(self.card, setup)
+        self.context = SubmoduleContext(setup, checkpoint, torch.float32, torch.device("cpu"))
+
+    def instance(self, placement: str, tuning: Tuning) -> Instance:
+        return Instance(self.model, self.build_node, PLACEMENTS[placement], tuning)
+
+    def build_node(self, name: str) -> NodeSubmodule:
+        return build_submodule(self.card, name, self.context)
+
+    def submit(self, instance: Instance, rid: str, request: Request) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=request.stop_tokens)
+        instance.submit(rid, self.model.process_prompt(request.as_prompt()), sampling)
+
+    def expected(self, request: Request) -> reference.Outputs:
+        """The reference's outputs, computed once for each request object."""
+        known = self._expected.get(id(request))
+        if known is None:
+            known = self._expected[id(request)] = request.expected(self._weights)
+        return known
+
+    def check(self, instance: Instance, rid: str, request: Request) -> None:
+        """Raises `AssertionError` where the request's outputs differ from the reference's."""
+        result, expected = instance.results[rid], self.expected(request)
+        assert result.failure is None, f"{rid} failed: {result.failure}"
+        assert result.tokens == expected.tokens, f"{rid}: tokens {result.tokens}, expected {expected.tokens}"
+        (image,) = result.tensors["latent"]
+        torch.testing.assert_close(image, expected.image, rtol=1e-3, atol=1e-3, msg=f"{rid}: image")
+        audio = result.tensors["audio"]
+        lengths = [len(piece) for piece in audio]
+        assert lengths == [len(piece) for piece in expected.audio], f"{rid}: audio pieces of {lengths} samples"
+        for index, (piece, wanted) in enumerate(zip(audio, expected.audio, strict=True)):
+            torch.testing.assert_close(piece, wanted, rtol=1e-3, atol=1e-3, msg=f"{rid}: audio piece {index}")
