@@ -143,8 +143,8 @@ def _exists_variable(name: str) -> bool:
 
 
 def _exists_metric(name: str) -> bool:
-    name = name.split("{")[0]
-    return any(re.search(rf"\b{re.escape(stem)}\b", _source()) for stem in (name, name.removesuffix("_total")))
+    stem = name.split("{")[0].removesuffix("_total")
+    return bool(re.search(rf"\b{re.escape(stem)}(_total|_bucket|_sum|_count)?\b", _source()))
 
 
 def _exists_route(name: str) -> bool:
