@@ -63,19 +63,24 @@ def select_kernels(choice: str | None = None) -> str:
     `BuildError` instead of falling back. Without a choice the environment's (`mstar.envs.CPU_KERNELS`) holds.
     Weights packed before a change of kind keep working with the kind they were packed for.
     """
-    global _native, _selected
     choice = choice or envs.CPU_KERNELS.get()
     if choice not in ("auto", "native", "torch"):
         raise ValueError(f"kernels must be auto, native or torch, not {choice!r}")
-    library = None
+    native = None
     if choice != "torch":
         try:
-            library = NativeKernels(Library(build.load_or_build(envs.CACHE_DIR.get())))
+            native = NativeKernels(Library(build.load_or_build(envs.CACHE_DIR.get())))
         except (build.BuildError, OSError) as error:
             if choice == "native":
                 raise
             logger.warning("CPU kernels fall back to torch, several times slower: %s", error)
-    _native, _selected = library, "torch" if library is None else "native"
+    return use_kernels(native)
+
+
+def use_kernels(native: NativeKernels | None) -> str:
+    """Make these kernels, or without them torch, the process's; returns the kind. `select_kernels` chooses them."""
+    global _native, _selected
+    _native, _selected = native, "torch" if native is None else "native"
     return _selected
 
 

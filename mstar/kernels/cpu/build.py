@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from mstar.platforms import host
@@ -31,27 +32,30 @@ class BuildError(RuntimeError):
     """The kernels could not be compiled here. The message says what is missing or what the compiler said."""
 
 
-def load_or_build(cache_dir: Path) -> Path:
+def load_or_build(cache_dir: Path, target: tuple[str, ...] | None = None) -> Path:
     """Path of the library for these sources, this compiler and this processor.
+
+    ``target`` replaces the compiler options that use everything this processor has.
 
     Raises:
         BuildError: no compiler, the compiler failed, or the cache cannot be written.
     """
     compiler = _find_compiler()
+    flags = (*_FLAGS, *(_native_target() if target is None else target))
     folder = Path(__file__).parent
-    target = cache_dir / "kernels" / f"mstar-cpu-{_fingerprint(folder, compiler)}.so"
-    if target.exists():
-        return target
+    library = cache_dir / "kernels" / f"mstar-cpu-{_fingerprint(folder, compiler, flags)}.so"
+    if library.exists():
+        return library
     started = time.monotonic()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
-            library = _compile(compiler, folder, Path(work))
-            library.replace(target)  # a process that lost the race replaces equal bytes
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as work:
+            built = _compile(compiler, flags, folder, Path(work))
+            built.replace(library)  # a process that lost the race replaces equal bytes
     except OSError as error:
-        raise BuildError(f"cannot write the kernel cache {target.parent}: {error}") from error
-    logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - started, target)
-    return target
+        raise BuildError(f"cannot write the kernel cache {library.parent}: {error}") from error
+    logger.info("compiled the CPU kernels in %.1f s: %s", time.monotonic() - started, library)
+    return library
 
 
 def _find_compiler() -> str:
@@ -61,26 +65,28 @@ def _find_compiler() -> str:
     raise BuildError(f"no C++ compiler on the path (looked for {', '.join(_COMPILERS)})")
 
 
-def _target_flags() -> tuple[str, ...]:
+def _native_target() -> tuple[str, ...]:
     return ("-mcpu=native",) if host.architecture() in ("aarch64", "arm64") else ("-march=native",)
 
 
-def _fingerprint(folder: Path, compiler: str) -> str:
+def _fingerprint(folder: Path, compiler: str, flags: tuple[str, ...]) -> str:
     version = _run([compiler, "--version"])
     digest = hashlib.sha256()
     for name in (*_SOURCES, *_HEADERS):
         digest.update((folder / name).read_bytes())
     machine = (platform.machine(), *sorted(host.processor_flags()))
-    for part in (compiler, version, *_FLAGS, *_target_flags(), *machine):
+    for part in (compiler, version, *flags, *machine):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]
 
 
-def _compile(compiler: str, folder: Path, work: Path) -> Path:
-    objects: list[str] = []
-    for name in _SOURCES:
-        objects.append(str(work / f"{name}.o"))
-        _run([compiler, *_FLAGS, *_target_flags(), "-c", str(folder / name), "-o", objects[-1]])
+def _compile(compiler: str, flags: tuple[str, ...], folder: Path, work: Path) -> Path:
+    objects = [str(work / f"{name}.o") for name in _SOURCES]
+    commands = [
+        [compiler, *flags, "-c", str(folder / name), "-o", made] for name, made in zip(_SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(max_workers=min(len(commands), host.num_cores())) as compilers:
+        list(compilers.map(_run, commands))
     library = work / "kernels.so"
     _run([compiler, "-shared", "-pthread", *objects, "-o", str(library)])
     return library

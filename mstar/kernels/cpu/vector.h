@@ -97,10 +97,11 @@ inline float largest(vf v) {  // ignores a NaN on the left, so callers look for 
     return fold(v, [](auto a, auto b) { return b > a ? b : a; });
 }
 
-// exp(x) to about 2 units in the last place for x <= 88; 0 below -87, NaN stays NaN.
+// exp(x) to about 2 units in the last place, exp(88) above that; 0 below -87, NaN stays NaN.
 // Cody-Waite reduction x = n ln2 + r and a degree-6 polynomial on |r| <= ln2 / 2.
 inline vf exp(vf x) {
     const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+    x = x > splat(88.0f) ? splat(88.0f) : x;
     vf shifted = x * 1.44269504f + shift;
     vf n = shifted - shift;
     vf r = x - n * 0.693359375f;
