@@ -21,7 +21,7 @@ from mstar.graph.compile import CompiledGraph, compile_walks
 from mstar.model.base import Model, ModelCard, ModelSetup
 from mstar.model.loader.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from mstar.model.loader.progress import DownloadProgress
-from mstar.model.registry import build_model, card_for_config, find_card
+from mstar.model.registry import build_model, find_card, require_fit
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
@@ -98,12 +98,8 @@ def resolve_deployment(
     spec = config.checkpoint or card.default_checkpoint
     checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress) if spec else None
     model_config: Mapping[str, Any] = {} if checkpoint is None else checkpoint.config()
-    if checkpoint is not None and card.architectures:
-        fitting = card_for_config(model_config)
-        if fitting.name != card.name:
-            raise ConfigError(
-                f"checkpoint {spec!r} is for model {fitting.name!r}, the configuration says {card.name!r}"
-            )
+    if checkpoint is not None:
+        require_fit(card, model_config)
     facts = DeploymentFacts(
         config_json=config.model_dump_json(),
         card=config.model,

@@ -69,6 +69,19 @@ def card_for_config(config: Mapping[str, Any]) -> ModelCard:
     raise UnknownModelError(f"the checkpoint's architectures {list(asked)} are not served; served are {served}")
 
 
+def require_fit(card: ModelCard, config: Mapping[str, Any]) -> None:
+    """A card without `architectures` serves any checkpoint.
+
+    Raises:
+        UnknownModelError: `config` is that of a checkpoint which `card` does not serve; it says which card does.
+    """
+    if card.architectures and set(config.get("architectures") or ()).isdisjoint(card.architectures):
+        raise UnknownModelError(
+            f"model {card.name!r} serves {', '.join(card.architectures)}, and the checkpoint is "
+            f"{list(config.get('architectures') or ())}, which is for model {card_for_config(config).name!r}"
+        )
+
+
 def build_model(card: ModelCard, setup: ModelSetup) -> Model:
     """The declaring half. Raises `ValueError` for a configuration that the model does not serve."""
     model = _import(card.model)(setup)

@@ -7,7 +7,7 @@ from support.tiny_llama import BASE
 
 from mstar.model.base import Model, ModelCard, ModelSetup
 from mstar.model.loader.checkpoint_spec import WheelMember, parse_checkpoint_spec
-from mstar.model.registry import CARDS, UnknownModelError, build_model, card_for_config, find_card
+from mstar.model.registry import CARDS, UnknownModelError, build_model, card_for_config, find_card, require_fit
 
 OUTSIDE = ModelCard("outside", "mstar.model.llama.model:LlamaModel", "mstar.model.llama.submodules:build_submodule")
 NOT_A_CARD = "a string"
@@ -55,6 +55,19 @@ def test_a_misspelt_name_gets_a_suggestion():
 def test_a_config_that_is_not_served(config):
     with pytest.raises(UnknownModelError, match="LlamaForCausalLM"):
         card_for_config(config)
+
+
+OTHER = ModelCard("other", "a:b", "c:d", architectures=("OtherForCausalLM",))
+
+
+def test_a_checkpoint_has_to_fit_its_card():
+    require_fit(find_card("llama"), {"architectures": ["LlamaForCausalLM"]})
+    require_fit(OTHER, {"architectures": ["OtherForCausalLM"]})
+    require_fit(OUTSIDE, {"architectures": ["AnythingAtAll"]})
+    with pytest.raises(UnknownModelError, match=r"'other' serves OtherForCausalLM.*for model 'llama'"):
+        require_fit(OTHER, {"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(UnknownModelError, match="BertModel"):
+        require_fit(find_card("llama"), {"architectures": ["BertModel"]})
 
 
 def test_build_model_gives_the_model_its_card():

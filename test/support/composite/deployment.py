@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support.composite import reference
 from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, FRAME, LLM
 from support.instance import Instance, Tuning
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mstar.communication.messages import SamplingParams
 from mstar.config.schema import NodeGroup
@@ -70,9 +71,14 @@ def node_groups(placement: str) -> tuple[NodeGroup, ...]:
 
 
 def write_checkpoint(directory: Path, weights_seed: int = WEIGHTS_SEED, **changes: int) -> Path:
-    """`config.json` (with `changes`) and the weights that the reference has for this seed."""
+    """`config.json` (with `changes`), the weights that the reference has for this seed, and a tokenizer of words t0, t1
+    and so on."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+    words = {f"t{token}": token for token in range(reference.VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
     save_file(reference.make_weights(weights_seed), directory / "model.safetensors")
     return directory
 
