@@ -34,7 +34,7 @@ check:                       ## format, lint, types, import contracts, document 
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/basedpyright
-	$(BIN)/python -m pytest -q test/modular/repo
+	$(BIN)/python -m pytest -q test/modular/repo --ignore=test/modular/repo/test_packaging.py --ignore=test/modular/repo/test_import_weight.py
 
 fix:                         ## what a tool can repair by itself
 	$(BIN)/ruff check --fix .
