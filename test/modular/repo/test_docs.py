@@ -1,7 +1,9 @@
 """The documentation builds offline without a warning, and what it names exists."""
 
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,18 @@ def test_a_wrong_name_is_noticed(name: str):
 def test_a_right_name_is_found(name: str):
     assert kind_of(name)
     assert exists(name)
+
+
+def _python_examples() -> list[str]:
+    found = []
+    for path in documents():
+        blocks = re.findall(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", path.read_text(), re.MULTILINE)
+        found += [textwrap.dedent(block) for block in blocks if "from mstar" in block]
+    return found
+
+
+def test_python_examples_of_the_package_run():
+    examples = _python_examples()
+    assert examples
+    for example in examples:
+        exec(compile(example, "example", "exec"), {})
