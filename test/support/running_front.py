@@ -1,6 +1,7 @@
 """A front on a real HTTP socket in a thread of this process, with a scripted worker on a loopback bus behind it."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from mstar.api_server.server import FrontParts, FrontServer, assemble_front, uvicorn_config
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.loopback import LoopbackNet
-from mstar.communication.messages import PeerUp
+from mstar.communication.messages import OpenRequest, PeerUp, StartWalk
 from mstar.communication.wire import decode_to_front, decode_to_worker
 from mstar.conductor.front_spec import FrontSpec
 from mstar.config.schema import ServerConfig
@@ -45,6 +46,47 @@ def build_spec(directory: Path, **changes: Any) -> FrontSpec:
         log_level="warning",
     )
     return replace(spec, **changes)
+
+
+@dataclass
+class Streamed:
+    """A parsed event stream. `chunks`: JSON of every data event; `errors`: of every error event; `is_done`: `[DONE]`
+    came, and came last."""
+
+    response: httpx.Response
+    chunks: list[dict[str, Any]]
+    errors: list[dict[str, Any]]
+    is_done: bool
+
+    @classmethod
+    def parse(cls, response: httpx.Response) -> "Streamed":
+        """Strict: every event is one the format allows, in UTF-8."""
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = response.content.decode("utf-8")
+        assert text.endswith("\n\n")
+        chunks, errors, is_done = [], [], False
+        for event in text.removesuffix("\n\n").split("\n\n"):
+            assert not is_done, "something follows [DONE]"
+            kind, _, data = event.rpartition("data: ")
+            assert kind in ("", "event: error\n"), event
+            if data == "[DONE]":
+                is_done = True
+            else:
+                (errors if kind else chunks).append(json.loads(data))
+        return cls(response, chunks, errors, is_done)
+
+    def deltas(self, choice: int = 0) -> list[str]:
+        """Texts of a choice's chunks."""
+        entries = [entry for chunk in self.chunks for entry in chunk["choices"] if entry["index"] == choice]
+        return [entry["text"] if "text" in entry else entry["delta"].get("content", "") for entry in entries]
+
+    def text(self, choice: int = 0) -> str:
+        return "".join(self.deltas(choice))
+
+    def reasons(self, choice: int = 0) -> list[str]:
+        """Every finish_reason that is not null."""
+        entries = [entry for chunk in self.chunks for entry in chunk["choices"] if entry["index"] == choice]
+        return [entry["finish_reason"] for entry in entries if entry["finish_reason"] is not None]
 
 
 @dataclass
@@ -78,6 +120,32 @@ class RunningFront:
         self._loop.call_soon_threadsafe(setattr, self.server, "should_exit", True)
         self._thread.join(20)
         assert not self._thread.is_alive()
+
+    def reply(self, text: str, *, ends: bool = True) -> None:
+        """From now on every request samples the tokens of `text`, then (`ends`) the end token."""
+        ids = self.tokenizer.encode(text).ids
+        end = [self.tokenizer.token_to_id("<|im_end|>")] if ends else []
+        self.worker.script = lambda _: [*ids, *end]
+
+    def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
+
+    def stream(self, route: str = "/v1/chat/completions", **fields: Any) -> "Streamed":
+        """A whole stream, read to its end."""
+        body: dict[str, Any] = {"model": MODEL, "stream": True}
+        body |= {"prompt": "hi"} if route == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+        response = self.http.post(route, json=body | fields)
+        assert response.status_code == 200, response.text
+        return Streamed.parse(response)
+
+    def openings(self) -> list[OpenRequest]:
+        """What the worker was told of every request so far."""
+        received = list(self.worker.received)
+        return [message.open for message in received if isinstance(message, StartWalk) and message.open is not None]
 
     def call(self, function: Callable[[], T]) -> T:
         async def run() -> T:

@@ -1,0 +1,33 @@
+"""One front for all tests of a file that use `front`; what a test changes of it is put back."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.running_front import RunningFront, build_spec
+from support.tiny_text import build_tokenizer
+
+REPLY = " The capital of France is Paris.\n    indented 你好 😀 naïve."
+
+
+@pytest.fixture(scope="session")
+def _front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    spec = build_spec(tmp_path_factory.mktemp("tokenizer"))
+    tokenizer = build_tokenizer()
+    with RunningFront(spec, tokenizer, lambda _: ()) as front:
+        yield front
+
+
+@pytest.fixture
+def front(_front: RunningFront) -> Iterator[RunningFront]:
+    """Answers with REPLY and an end token. Afterwards the server still answers and nothing is left on the worker."""
+    _front.reply(REPLY)
+    _front.worker.logprobs = None
+    _front.worker.step_s = 0.0
+    yield _front
+    if _front.worker.is_paused:
+        _front.call(_front.worker.resume)
+    _front.reply(REPLY)
+    answer = _front.chat(max_tokens=2)
+    assert answer.status_code == 200, answer.text
+    _front.wait_until(lambda: _front.worker.num_open == 0)
+    assert _front.parts.handle.num_live == _front.parts.handle.num_waiting == 0

@@ -1,0 +1,389 @@
+"""Request fields: what is refused, by name, and what the legal neighbour makes the worker do (family B)."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from support.running_front import MAX_SEQ_LEN, MODEL, RunningFront
+
+from mstar.communication.messages import OpenRequest, SamplingParams, TokenLogprobs
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def refused(front: RunningFront, route: str = CHAT, **fields: Any) -> dict[str, Any]:
+    """The error of a request that must be a 400."""
+    body: dict[str, Any] = {"model": MODEL} | ({"messages": MESSAGES} if route == CHAT else {"prompt": "hi"})
+    answer = front.http.post(route, json=body | fields)
+    assert answer.status_code == 400, f"{fields}: {answer.status_code} {answer.text[:300]}"
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and isinstance(error["message"], str) and error["code"]
+    return error
+
+
+def opened(front: RunningFront, route: str = CHAT, **fields: Any) -> OpenRequest:
+    """What the worker was told of a request that must work."""
+    answer = front.chat(**fields) if route == CHAT else front.complete(**fields)
+    assert answer.status_code == 200, f"{fields}: {answer.text}"
+    return front.openings()[-1]
+
+
+def sampling(front: RunningFront, **fields: Any) -> SamplingParams:
+    return opened(front, **fields).sampling
+
+
+WRONG: list[tuple[str, list[Any]]] = [
+    ("temperature", [-0.1, 2.1, "1", True, [], 10**400]),
+    ("top_p", [-0.1, 1.1, "x"]),
+    ("min_p", [-0.1, 1.1]),
+    ("top_k", [-2, 1.5, "3", 2**40]),
+    ("repetition_penalty", [0, -1, "1"]),
+    ("presence_penalty", [-2.1, 2.1]),
+    ("frequency_penalty", [-2.1, 2.1]),
+    ("max_tokens", [0, -1, 1.5, "5"]),
+    ("min_tokens", [-1, 1.5, MAX_SEQ_LEN + 1]),
+    ("n", [0, -1, 129, 1.5, "2"]),
+    ("seed", [1.5, "7", 2**63, -(2**63) - 1]),
+    ("stop", ["", [""], ["ok", ""], [1], 5, {}, ["x"] * 17, "x" * 257]),
+    ("stop_token_ids", [[-1], [400], [400, -1], ["5"], 5, [0] * 129]),
+    ("ignore_eos", ["yes", 1]),
+    ("stream", ["true", 1]),
+    ("logit_bias", [{"400": 1}, {"-1": 1}, {"x": 1}, {"1.5": 1}, {"٣": 1}, {" 1": 1}, {"1": 101}, {"1": "x"}, [1], {"9" * 40: 1}]),
+    ("parameters", [5, []]),
+    ("model", [None, 5]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+@pytest.mark.parametrize(("field", "values"), WRONG)
+def test_a_wrong_value_is_a_400_that_names_its_field(front: RunningFront, route: str, field: str, values: list[Any]):
+    """B1, B2, B5, B18."""
+    for value in values:
+        assert refused(front, route, **{field: value})["param"] == field, value
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "num_logprobs": -1, "min_tokens": 0}),
+        ({"temperature": None, "top_p": None, "n": None, "stop": None, "logit_bias": None}, {"temperature": 1.0}),
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"temperature": 2, "top_p": 0.5, "min_p": 1, "top_k": 7}, {"temperature": 2.0, "top_p": 0.5, "min_p": 1.0, "top_k": 7}),
+        ({"temperature": 1e-4}, {"temperature": 1e-4}),
+        ({"temperature": 1e-6}, {"temperature": 0.0}),
+        ({"temperature": 1e-30}, {"temperature": 0.0}),
+        ({"top_p": 1e-4}, {"top_p": 1e-4, "top_k": 0}),
+        ({"top_p": 0}, {"top_p": 1.0, "top_k": 1}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"repetition_penalty": 1e-9}, {"repetition_penalty": 1e-9}),
+        ({"repetition_penalty": 1e9}, {"repetition_penalty": 1e9}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"presence_penalty": -2, "frequency_penalty": 2}, {"presence_penalty": -2.0, "frequency_penalty": 2.0}),
+        ({"logit_bias": {"0": -100, "399": 100}}, {"bias_ids": (0, 399), "bias_values": (-100.0, 100.0)}),
+        ({"logit_bias": {}}, {"bias_ids": ()}),
+        ({"max_tokens": 1}, {"max_tokens": 1}),
+        ({"min_tokens": 3, "max_tokens": 3}, {"min_tokens": 3}),
+        ({"stop_token_ids": [0, 399]}, {"stop_token_ids": (2, 0, 399)}),
+        ({"ignore_eos": True}, {"stop_token_ids": ()}),
+        ({"ignore_eos": True, "stop_token_ids": [5]}, {"stop_token_ids": (5,)}),
+    ],
+)  # fmt: skip
+def test_a_legal_value_reaches_the_worker(front: RunningFront, fields: dict[str, Any], expected: dict[str, Any]):
+    """B2, B4, B5, B6: what the sampler will do is the worker's; the front hands over what was asked."""
+    for route in (CHAT, TEXT):
+        got = opened(front, route, **fields).sampling
+        assert {name: getattr(got, name) for name in expected} == expected
+
+
+def test_limits_of_counts_work(front: RunningFront):
+    assert len(front.chat(n=128, max_tokens=1).json()["choices"]) == 128
+    assert front.chat(stop=["x" * 256] * 16, max_tokens=1).status_code == 200
+    assert front.chat(stop=[], max_tokens=1).status_code == 200
+    assert refused(front, TEXT, prompt=["a"] * 200, n=3)["param"] == "n"
+    assert refused(front, TEXT, prompt=["a"] * 257)["param"] == "prompt"
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+def test_numbers_that_json_does_not_have(front: RunningFront, field: str, literal: str):
+    """B3."""
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, field: "#"}).replace('"#"', literal)
+    answer = front.http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert json.loads(answer.content, parse_constant=pytest.fail)["error"]["code"] == "invalid_json"
+
+
+def test_min_tokens_above_max_tokens(front: RunningFront):
+    assert refused(front, max_tokens=3, min_tokens=4)["param"] == "min_tokens"
+    assert refused(front, TEXT, min_tokens=17)["param"] == "min_tokens"
+    assert opened(front, TEXT, min_tokens=16).sampling.min_tokens == 16
+
+
+def test_stop_ids_below_min_tokens_do_not_end_the_text_here(front: RunningFront):
+    """B6, this side: an end token that the worker lets pass before min_tokens would be its error, not hidden here."""
+    front.reply(" The")
+    got = sampling(front, min_tokens=4, logit_bias={"2": 100})
+    assert (got.min_tokens, got.bias_ids, got.stop_token_ids) == (4, (2,), (2,))
+
+
+def test_context_length(front: RunningFront):
+    """B8, in tokens of this tokenizer."""
+    limit = MAX_SEQ_LEN
+    for num_prompt in (limit, limit + 1, 10 * limit):
+        error = refused(front, TEXT, prompt=[5] * num_prompt)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert str(num_prompt) in error["message"] and str(limit) in error["message"]
+    unit = " The"
+    assert len(front.tokenizer.encode(unit).ids) == 1
+    error = refused(front, TEXT, prompt=unit * limit)
+    assert error["code"] == "context_length_exceeded" and f"{limit} tokens" in error["message"]
+    error = refused(front, messages=[{"role": "user", "content": unit * 10 * limit}])
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert opened(front, TEXT, prompt=[5] * (limit - 1)).sampling.max_tokens == 1
+    assert opened(front, TEXT, prompt=[5] * (limit - 5)).sampling.max_tokens == 5, "the default is cut"
+    assert opened(front, TEXT, prompt=[5] * (limit - 5), max_tokens=5).sampling.max_tokens == 5
+    error = refused(front, TEXT, prompt=[5] * (limit - 5), max_tokens=6)
+    assert error["code"] == "context_length_exceeded"
+    assert all(str(number) in error["message"] for number in (limit - 5, 6, limit))
+    prompt_len = front.chat(max_tokens=1).json()["usage"]["prompt_tokens"]
+    assert opened(front).sampling.max_tokens == limit - prompt_len
+
+
+def test_what_the_workers_caches_never_hold(front: RunningFront):
+    state = front.parts.handle._workers.states[0]
+    front.call(lambda: setattr(state, "max_total_tokens", 64))
+    try:
+        error = refused(front, TEXT, prompt=[5] * 60, max_tokens=5)
+        assert error["code"] == "request_too_large" and "64" in error["message"]
+        assert opened(front, TEXT, prompt=[5] * 60, max_tokens=4).sampling.max_tokens == 4
+        assert opened(front, TEXT, prompt=[5] * 60).sampling.max_tokens == 4
+    finally:
+        front.call(lambda: setattr(state, "max_total_tokens", 0))
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages"),
+        ([{"role": "robot", "content": "x"}], "messages[0].role"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}], "messages[0].content[1].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "user", "content": "x", "colour": "red"}], "messages[0].colour"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_refused(front: RunningFront, messages: Any, param: str):
+    """B10."""
+    assert refused(front, messages=messages)["param"] == param
+
+
+def prompt_text(front: RunningFront, messages: list[dict[str, Any]], **fields: Any) -> str:
+    """The prompt that the worker got, as text."""
+    ids = opened(front, messages=messages, max_tokens=1, **fields).prompt_ids
+    tokens = [int.from_bytes(ids.data[4 * i : 4 * i + 4], "little") for i in range(ids.shape[0])]
+    return front.tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def test_messages_that_work(front: RunningFront):
+    """B10: an empty assistant, parts as one string, no system message, tool calls of the past, developer as system."""
+
+    def turn(role: str, text: str) -> str:
+        return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+    answer = "<|im_start|>assistant\n"
+    assert prompt_text(front, [{"role": "user", "content": ""}]) == turn("user", "") + answer
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert prompt_text(front, [{"role": "user", "content": parts}]) == turn("user", "one two") + answer
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    past = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "x", "name": "Ann"},
+        {"role": "assistant", "content": "", "refusal": None, "annotations": [], "audio": None, "function_call": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
+    turns = [("system", "be brief"), ("user", "x"), ("assistant", ""), ("assistant", ""), ("tool", "4")]
+    assert prompt_text(front, past) == "".join(turn(*each) for each in turns) + answer
+
+
+def test_an_assistant_message_can_be_continued(front: RunningFront):
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
+    assert prompt_text(front, messages, continue_final_message=True).endswith("<|im_start|>assistant\nIt is")
+    assert refused(front, messages=messages[:1], continue_final_message=True)["param"] == "continue_final_message"
+
+
+NOT_YET: list[tuple[str, Any, Any]] = [
+    ("tools", [{"type": "function", "function": {"name": "f"}}], []),
+    ("tool_choice", "auto", "none"),
+    ("parallel_tool_calls", False, True),
+    ("functions", [], None),
+    ("function_call", "auto", None),
+    ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ("modalities", ["audio"], ["text"]),
+    ("audio", {"voice": "alloy", "format": "wav"}, None),
+    ("prediction", {"type": "content", "content": "x"}, None),
+    ("reasoning_effort", "low", None),
+    ("verbosity", "low", None),
+    ("web_search_options", {}, None),
+    ("service_tier", "flex", "auto"),
+    ("store", True, False),
+    ("cache_salt", "x", None),
+    ("guided_json", {}, None),
+    ("guided_regex", "x", None),
+]
+
+
+@pytest.mark.parametrize(("field", "wrong", "legal"), NOT_YET)
+def test_what_is_not_supported_is_refused_by_name(front: RunningFront, field: str, wrong: Any, legal: Any):
+    assert refused(front, **{field: wrong})["param"].split(".")[0] == field
+    assert front.chat(max_tokens=1, **{field: legal}).status_code == 200
+
+
+@pytest.mark.parametrize(("field", "wrong", "legal"), [("suffix", "x", None), ("echo", True, False), ("best_of", 2, 1)])
+def test_what_text_completions_do_not_support(front: RunningFront, field: str, wrong: Any, legal: Any):
+    assert refused(front, TEXT, **{field: wrong})["param"] == field
+    assert front.complete(max_tokens=1, **{field: legal}).status_code == 200
+
+
+def test_tools_are_left_out_when_nobody_may_use_them(front: RunningFront):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert front.chat(max_tokens=1, tools=tools, tool_choice="none").status_code == 200
+
+
+def test_documented_no_ops_are_accepted(front: RunningFront):
+    answer = front.chat(
+        max_tokens=1,
+        user="me",
+        metadata={"a": "b"},
+        service_tier="default",
+        store=False,
+        safety_identifier="x",
+        prompt_cache_key="y",
+    )
+    assert answer.status_code == 200
+
+
+def test_an_unknown_field_is_named(front: RunningFront):
+    for route in (CHAT, TEXT):
+        error = refused(front, route, temprature=1)
+        assert (error["param"], error["code"]) == ("temprature", "unknown_parameter")
+
+
+def test_max_completion_tokens_is_max_tokens(front: RunningFront):
+    assert sampling(front, max_completion_tokens=5).max_tokens == 5
+    assert sampling(front, max_completion_tokens=5, max_tokens=5).max_tokens == 5
+    assert refused(front, max_completion_tokens=5, max_tokens=6)["param"] == "max_tokens"
+    assert refused(front, max_completion_tokens=0)["param"] == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, "", [], [""], [[]], ["a", 5], [1, "a"], [[1], "a"], [-1], [400], [[1], [400]], [1.5], [True]]
+)
+def test_prompts_that_are_refused(front: RunningFront, prompt: Any):
+    assert refused(front, TEXT, prompt=prompt)["param"] == "prompt"
+
+
+def test_the_models_own_parameters_are_validated(front: RunningFront):
+    assert refused(front, parameters={"voice": "x"})["param"] == "parameters.voice"
+    assert opened(front, parameters={}).parameters == b"{}"
+
+
+def entry(token: int, settings: SamplingParams) -> TokenLogprobs:
+    num_top = max(0, settings.num_logprobs)
+    return TokenLogprobs(-0.25, tuple(range(50, 50 + num_top)), tuple(-1.0 - i for i in range(num_top)))
+
+
+@pytest.fixture
+def with_logprobs(front: RunningFront) -> RunningFront:
+    front.worker.logprobs = lambda token, settings: entry(token, settings) if settings.num_logprobs >= 0 else None  # type: ignore[return-value]
+    return front
+
+
+def checked(content: bytes) -> Any:
+    """Valid JSON with finite numbers."""
+    return json.loads(content, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_chat_logprobs(with_logprobs: RunningFront, streamed: bool):
+    """B14: one entry per shown token, in order; bytes join to the text; end tokens have none."""
+    front = with_logprobs
+    front.reply(" 你好 France 😀")
+    fields = {"logprobs": True, "top_logprobs": 5, "top_k": 1, "top_p": 1e-4}
+    if streamed:
+        stream = front.stream(**fields)
+        logs = [c["choices"][0]["logprobs"] for c in stream.chunks if c["choices"][0].get("logprobs")]
+        content, text = [e for log in logs for e in log["content"]], stream.text()
+    else:
+        choice = checked(front.chat(**fields).content)["choices"][0]
+        content, text = choice["logprobs"]["content"], choice["message"]["content"]
+    assert front.openings()[-1].sampling.num_logprobs == 5
+    assert bytes(byte for e in content for byte in e["bytes"]).decode() == text == " 你好 France 😀"
+    assert [len(e["top_logprobs"]) for e in content] == [5] * len(front.tokenizer.encode(text).ids)
+    assert all(math.isfinite(e["logprob"]) for e in content)
+    assert content[0]["top_logprobs"][0] == {
+        "token": front.tokenizer.decode([50]),
+        "logprob": -1.0,
+        "bytes": list(front.tokenizer.decode([50]).encode()),
+    }
+
+
+def test_logprobs_of_impossible_tokens_are_finite(front: RunningFront):
+    """B14. The wire's JSON form has no infinity, MessagePack does."""
+    front.worker.logprobs = lambda token, _: TokenLogprobs(-math.inf, (5, 6), (0.0, -math.inf))
+    body = checked(front.chat(logprobs=True, top_logprobs=2, max_tokens=1).content)
+    (only,) = body["choices"][0]["logprobs"]["content"]
+    assert only["logprob"] == only["top_logprobs"][1]["logprob"] == -9999.0
+
+
+def test_logprobs_do_not_show_what_a_stop_string_cut(with_logprobs: RunningFront):
+    for streamed in (False, True):
+        fields = {"logprobs": True, "stop": " of France"}
+        if streamed:
+            chunks = with_logprobs.stream(**fields).chunks
+            entries = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
+        else:
+            entries = with_logprobs.chat(**fields).json()["choices"][0]["logprobs"]["content"]
+        assert "".join(e["token"] for e in entries) == " The capital"
+        assert all(e["top_logprobs"] == [] for e in entries)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_completion_logprobs(with_logprobs: RunningFront, streamed: bool):
+    front = with_logprobs
+    front.reply(" The capital")
+    if streamed:
+        logs = [c["choices"][0]["logprobs"] for c in front.stream(TEXT, logprobs=2).chunks]
+        logs = [log for log in logs if log]
+        joined = {key: [x for log in logs for x in log[key]] for key in logs[0]}
+    else:
+        joined = front.complete(logprobs=2).json()["choices"][0]["logprobs"]
+    ids = front.tokenizer.encode(" The capital").ids
+    tokens = [front.tokenizer.decode([token]) for token in ids]
+    assert joined["tokens"] == tokens
+    assert joined["token_logprobs"] == [-0.25] * len(ids)
+    assert joined["text_offset"] == [len("".join(tokens[:i])) for i in range(len(ids))]
+    assert joined["top_logprobs"][0] == {tokens[0]: -0.25, front.tokenizer.decode([50]): -1.0, front.tokenizer.decode([51]): -2.0}  # fmt: skip
+
+
+def test_logprobs_fields_need_each_other(front: RunningFront):
+    assert refused(front, top_logprobs=2)["param"] == "top_logprobs"
+    assert refused(front, logprobs=True, top_logprobs=21)["param"] == "top_logprobs"
+    assert refused(front, logprobs=5)["param"] == "logprobs"
+    assert refused(front, TEXT, logprobs=21)["param"] == "logprobs"
+    assert front.chat(logprobs=False, max_tokens=1).json()["choices"][0]["logprobs"] is None
+
+

@@ -1,0 +1,177 @@
+"""The preprocess pool: results, refusals, and processes that misbehave and are replaced."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from support.stepwise_model import CARD
+
+from mstar.conductor.events import Failure, RefusedError
+from mstar.conductor.preprocess import PreprocessError, PreprocessPool
+from mstar.conductor.request import PromptInput
+from mstar.model.base import ChatMessage, ModelCard, ModelSetup
+
+SETUP = ModelSetup({}, None, 64)
+T = TypeVar("T")
+
+
+def in_pool(use: Callable[[PreprocessPool], Awaitable[T]], num_processes: int = 1, **options: float) -> T:
+    async def run() -> T:
+        pool = PreprocessPool(CARD, SETUP, num_processes, **options)
+        try:
+            await pool.start()
+            return await use(pool)
+        finally:
+            pool.close()
+
+    return asyncio.run(run())
+
+
+async def ask(pool: PreprocessPool, text: str) -> np.ndarray:
+    prepared = await pool.prepare(PromptInput("completion", text=text), b"{}", 5)
+    assert prepared.token_ids is not None
+    return prepared.token_ids
+
+
+async def failure_of(pool: PreprocessPool, text: str) -> Failure:
+    with pytest.raises(RefusedError) as caught:
+        await ask(pool, text)
+    return caught.value.failure
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_prompt_goes_there_and_back_whole():
+    async def use(pool: PreprocessPool) -> None:
+        prompt = PromptInput(
+            "chat",
+            messages=(ChatMessage("user", "x", {"name": "Ann"}), ChatMessage("assistant", "é\0")),
+            inputs={"media": np.arange(6, dtype=np.float32).reshape(2, 3)},
+        )
+        prepared = await pool.prepare(prompt, b"{}", 5)
+        np.testing.assert_array_equal(prepared.inputs["media"], [[0, 2, 4], [6, 8, 10]])
+        assert prepared.step_metadata == {"roles": "user,assistant", "most": 5}
+        np.testing.assert_array_equal(await ask(pool, "aé"), [97, 0xC3, 0xA9])
+        large = "x" * 3_000_000
+        assert len(await ask(pool, large)) == len(large)
+        assert (await ask(pool, "threads")).tolist() == [1]
+
+    in_pool(use)
+
+
+def test_a_refusal_is_the_clients_and_a_bug_is_ours():
+    async def use(pool: PreprocessPool) -> None:
+        refused = await failure_of(pool, "refuse")
+        assert (refused.status, refused.param) == (400, "prompt")
+        assert refused.message == "this text is refused\nin two lines"
+        bug = await failure_of(pool, "bug")
+        assert bug.status == 500 and "KeyError" in bug.message
+        assert pool.num_replaced == 0
+        assert (await ask(pool, "a")).tolist() == [97]
+
+    in_pool(use)
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_process_that_dies_fails_one_request_and_is_replaced(how: str):
+    async def use(pool: PreprocessPool) -> None:
+        results = await asyncio.gather(*(ask(pool, text) for text in ("a", how, "b", "c")), return_exceptions=True)
+        assert [r.tolist() for r in (results[0], results[2], results[3])] == [[97], [98], [99]]
+        assert isinstance(results[1], RefusedError) and results[1].failure.status == 500
+        assert pool.num_replaced == 1
+
+    in_pool(use)
+
+
+def test_a_job_that_takes_too_long_is_ended_with_its_process():
+    async def use(pool: PreprocessPool) -> None:
+        first = (await ask(pool, "pid"))[0]
+        refused = await failure_of(pool, "hang")
+        assert refused.status == 400 and "took longer" in refused.message
+        assert (await ask(pool, "pid"))[0] != first
+        assert not is_running(int(first))
+
+    in_pool(use, job_timeout_s=0.3)
+
+
+def test_one_slow_process_does_not_hold_up_the_others():
+    async def use(pool: PreprocessPool) -> None:
+        hanging = asyncio.create_task(failure_of(pool, "hang"))
+        await asyncio.sleep(0)
+        assert (await ask(pool, "a")).tolist() == [97]
+        assert not hanging.done()
+        hanging.cancel()
+
+    in_pool(use, num_processes=2)
+
+
+def test_a_client_that_left_is_not_worked_for():
+    async def use(pool: PreprocessPool) -> None:
+        left = asyncio.create_task(ask(pool, "exit"))
+        waiting = asyncio.create_task(ask(pool, "pid"))
+        left.cancel()
+        await asyncio.wait([left, waiting])
+        assert pool.num_replaced == 0
+
+    in_pool(use)
+
+
+def test_a_model_that_cannot_be_built_is_an_error_at_start():
+    async def run() -> None:
+        pool = PreprocessPool(ModelCard("x", "support.no_such:Model", ""), SETUP, 1)
+        with pytest.raises(PreprocessError):
+            await pool.start()
+
+    asyncio.run(run())
+
+
+def test_processes_end_with_the_pool():
+    async def use(pool: PreprocessPool) -> int:
+        return int((await ask(pool, "pid"))[0])
+
+    assert not is_running(in_pool(use))
+
+
+ORPHANS = """
+import asyncio, sys
+from mstar.conductor.preprocess import PreprocessPool
+from mstar.conductor.request import PromptInput
+from mstar.model.base import ModelSetup
+from support.stepwise_model import CARD
+async def main():
+    pool = PreprocessPool(CARD, ModelSetup({}, None, 64), 2)
+    await pool.start()
+    print(*[process.process.pid for process in pool._processes], flush=True)
+    await pool.prepare(PromptInput("completion", text="hang"), b"{}", 5)
+asyncio.run(main())
+"""
+
+
+def test_processes_die_with_a_killed_parent():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, env=environment)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(is_running, pids))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    parent.stdout.close()
+
+    async def gone() -> None:
+        async with asyncio.timeout(10):
+            while any(map(is_running, pids)):
+                await asyncio.sleep(0.02)
+
+    asyncio.run(gone())
