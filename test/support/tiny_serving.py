@@ -1,4 +1,4 @@
-"""A tiny Llama as a deployment has it, without files of its own model code: reference, node and prompts for worker tests."""
+"""A tiny Llama as a deployment has it: reference, node and prompts for worker tests."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """The async loop overlaps: what is planned and routed while the device runs, by timestamps; and what gets abandoned."""
 
+import itertools
 import time
 from dataclasses import dataclass, field
 
@@ -88,10 +89,10 @@ def test_steady_decode_is_planned_and_routed_behind_the_device(tiny):
     assert len(decode) > 40
     assert {seen.step.num_rows for seen in decode} == {8}
     planned_ahead = sum(
-        after.planned_ns < before.step.event.ended_ns for before, after in zip(decode, decode[1:], strict=False)
+        after.planned_ns < before.step.event.ended_ns for before, after in itertools.pairwise(decode)
     )
     routed_behind = sum(
-        before.routed_ns < after.step.event.ended_ns for before, after in zip(decode, decode[1:], strict=False)
+        before.routed_ns < after.step.event.ended_ns for before, after in itertools.pairwise(decode)
     )
     assert planned_ahead >= 0.95 * (len(decode) - 1), "preplan(N+1) before the device ends N"
     assert routed_behind >= 0.95 * (len(decode) - 1), "route(N) before the device ends N+1"
@@ -106,7 +107,7 @@ def test_the_plain_loop_never_plans_ahead(tiny):
         tiny.submit(run.instance, f"r{index}", tiny.prompt(5, index), max_tokens=6)
     run.instance.run()
     steps = run.worker.seen
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         assert after.step.composed_ns >= before.routed_ns
     counters = run.instance.parts[0].counters
     assert (counters.speculated, counters.num_abandoned) == (0, 0)

@@ -1,0 +1,105 @@
+"""The running server on the real SmolLM2: greedy tokens under load as in transformers, seeded draws alone and batched."""
+
+import asyncio
+import random
+
+import httpx
+import pytest
+import torch
+from support.server import Server, running
+from support.smollm2_reference import Smollm2Reference
+from support.token_parity import TokenCase, assert_equal_tokens
+
+pytestmark = pytest.mark.network
+NUM_PROMPTS = 30
+NUM_TOKENS = 64
+QUESTIONS = ("What is the capital of France?", "What is 2 + 2?", "Say hello.", "Name one colour.", "Is water wet?")
+TOPICS = ("the sea", "a clock", "bread", "an old road", "winter", "a lost key", "numbers", "paper boats", "a tall tree")
+
+
+@pytest.fixture(scope="module")
+def reference() -> Smollm2Reference:
+    return Smollm2Reference()
+
+
+@pytest.fixture(scope="module")
+def prompts(reference) -> list[list[int]]:
+    """Questions that end by themselves and texts that do not, of mixed lengths."""
+    rng = random.Random(5)
+    texts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    for index in range(NUM_PROMPTS - len(texts)):
+        words = " ".join(rng.choice(TOPICS) for _ in range(rng.randint(0, 40)))
+        texts.append(f"{index}. {words} A story about {TOPICS[index % len(TOPICS)]}:")
+    return [reference.encode(text) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts) -> list[list[int]]:
+    with torch.no_grad():
+        return reference.greedy(prompts, NUM_TOKENS)
+
+
+async def under_load(url: str, bodies: list[dict], spread_s: float, seed: int = 3) -> list[dict]:
+    """The first choice of each, all asked at random times within `spread_s`."""
+    rng = random.Random(seed)
+    async with httpx.AsyncClient(base_url=url, timeout=240) as client:
+
+        async def ask(body: dict) -> dict:
+            await asyncio.sleep(rng.uniform(0, spread_s))
+            response = await client.post("/v1/completions", json={"model": "smollm2", **body})
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        return await asyncio.gather(*(ask(body) for body in bodies))
+
+
+def row_ranges(server: Server) -> dict[float, float]:
+    """Steps by the upper bound of their row-count range, of those that occurred."""
+    gauges = server.gauges()
+    below = sorted(
+        (float(name.split('"')[1]), value)
+        for name, value in gauges.items()
+        if name.startswith("mstar_step_rows_bucket")
+    )
+    counts = {bound: value - before for (bound, value), (_, before) in zip(below, [(0.0, 0.0), *below], strict=False)}
+    return {bound: count for bound, count in counts.items() if count}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["async", "plain"])
+@torch.no_grad()
+def test_greedy_tokens_equal_transformers_under_random_arrivals(reference, prompts, expected, tmp_path, overlap: bool):
+    arguments = ["smollm2", "--set", "dtype=float32", "--set", f"scheduler.async_scheduling={str(overlap).lower()}"]
+    bodies = [{"prompt": ids, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 0} for ids in prompts]
+    with running(arguments, tmp_path / "log") as server:
+        answers = asyncio.run(under_load(server.url, bodies, spread_s=3.0))
+        answers += asyncio.run(under_load(server.url, bodies[:1], spread_s=0.0))
+        cases = []
+        for ids, wanted, answer in zip([*prompts, prompts[0]], [*expected, expected[0]], answers, strict=True):
+            choice = answer["choices"][0]
+            ours = reference.ids_of(choice["logprobs"]["tokens"], choice["finish_reason"], wanted)
+            assert answer["usage"]["completion_tokens"] == len(ours)
+            cases.append(TokenCase(ids, ours, wanted))
+        accepted = assert_equal_tokens(cases, reference.last_logits)
+        server.wait_for(server.is_idle, 3, "everything given back")
+        ranges, gauges = row_ranges(server), server.gauges()
+        print(f"accepted divergences: {accepted}; steps by rows: {ranges}")
+        assert sum(count for bound, count in ranges.items() if bound > 8) > 0
+        assert len(ranges) >= 5
+        assert (gauges['mstar_steps_total{kind="abandoned"}'] > 0) == overlap
+        assert (gauges['mstar_steps_total{kind="speculated"}'] > 0) == overlap
+        assert server.stop() == 0
+
+
+def test_a_seeded_text_is_the_same_alone_and_in_a_batch(prompts, tmp_path):
+    bodies = [
+        {"prompt": ids, "max_tokens": 32, "temperature": 1.0, "top_p": 0.9, "seed": 100 + index}
+        for index, ids in enumerate(prompts[5:17])
+    ]
+    with running(["smollm2", "--set", "dtype=float32"], tmp_path / "log") as server:
+        batch = asyncio.run(under_load(server.url, bodies, spread_s=0.2))
+        alone = [asyncio.run(under_load(server.url, [body], spread_s=0.0))[0] for body in bodies[:4]]
+        other = asyncio.run(under_load(server.url, [bodies[0] | {"seed": 7}], spread_s=0.0))[0]
+    texts = [answer["choices"][0]["text"] for answer in batch]
+    assert [answer["choices"][0]["text"] for answer in alone] == texts[:4]
+    assert len(set(texts)) == len(texts)
+    assert other["choices"][0]["text"] != texts[0]
