@@ -157,10 +157,9 @@ class ZmqBus(Generic[M]):
         if inbox is None:
             return messages
         for _ in range(MAX_DRAINED):
-            try:
-                frames = inbox.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._has_arrived():  # cheaper than the exception of an empty socket
                 break
+            frames = inbox.recv_multipart(zmq.NOBLOCK)
             messages += decode_frames(frames, self._decode, self.counters)
         return messages
 

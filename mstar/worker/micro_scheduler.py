@@ -86,27 +86,32 @@ class MicroScheduler:
         keys = {target.key for target in targets}.union(ready)
         if not keys:
             return None
-        first = min(keys, key=lambda key: (self._served.get(key, -1), key))
-        group = sorted((key for key in keys if self._share(first, key)), key=self._decode_first)
+        first, group = self._turn_of(keys)
         self._turn += 1
         room = _Room(self._limits.max_rows, self._limits.max_step_tokens)
         spec_ids: list[int] = []
-        spec: list[TakenRows] = []
-        fresh: list[TakenRows] = []
+        taken: list[TakenRows] = []
         for target in targets:
             if target.key in group:
                 armed = self._graph.spec_prepare(target.key, target.rows)
                 spec_ids.append(armed.spec_id)
-                spec.append(armed.taken)
+                taken.append(armed.taken)
                 room.take(len(target.rows), len(target.rows))
                 self._served[target.key] = self._turn
-        for key in group:
-            if key in ready and (rows := self._fresh_rows(key, room, int(key == first), declined)):
-                fresh.append(self._graph.take(key, rows))
-                self._served[key] = self._turn
-        if not spec and not fresh:
-            return None
-        return Composed(tuple(spec_ids), tuple(spec + fresh))
+        if ready:
+            for key in group:
+                if key in ready and (rows := self._fresh_rows(key, room, int(key == first), declined)):
+                    taken.append(self._graph.take(key, rows))
+                    self._served[key] = self._turn
+        return Composed(tuple(spec_ids), tuple(taken)) if taken else None
+
+    def _turn_of(self, keys: set[ReadyKey]) -> tuple[ReadyKey, Sequence[ReadyKey]]:
+        """The key that was served longest ago, and with it the keys that may share its step, decode-like ones first."""
+        if len(keys) == 1:
+            (first,) = keys
+            return first, (first,)
+        first = min(keys, key=lambda key: (self._served.get(key, -1), key))
+        return first, sorted((key for key in keys if self._share(first, key)), key=self._decode_first)
 
     def _targets(self, cur: Step | None, declined: set[int]) -> list[SpecTarget]:
         if cur is None:
