@@ -245,6 +245,33 @@ def test_attached_to_an_event_loop(make_bus: MakeBus, new_loop: Callable[[], asy
     loop.close()
 
 
+def test_what_came_before_attaching_is_handed_over(make_bus: MakeBus) -> None:
+    a, front = make_bus("a"), make_bus("front")
+    a.connect("front", front.address)
+    hello = Hello(rank=0, incarnation=0, version="", schema_hash="", pid=1)
+    a.send("front", [hello])
+    assert front.wait(5), "which also takes the change off the descriptor"
+
+    async def run() -> list:
+        got: asyncio.Future[list] = asyncio.get_running_loop().create_future()
+        front.attach(asyncio.get_running_loop(), got.set_result)
+        return await asyncio.wait_for(got, 5)
+
+    assert asyncio.run(run()) == [hello]
+
+
+def test_close_waits_a_while_for_a_peer_that_is_starting(tmp_path: Path) -> None:
+    a = ZmqBus(None, wire.decode)
+    a.connect("b", f"ipc://{tmp_path}/b")
+    a.send("b", removes(0, 100))
+    closing = threading.Thread(target=a.close, args=(5.0,))
+    closing.start()
+    b = ZmqBus(f"ipc://{tmp_path}/b", wire.decode_to_worker)
+    assert take(b, 100) == removes(0, 100)
+    closing.join()
+    b.close()
+
+
 def test_close_is_quick_and_still_delivers(tmp_path: Path) -> None:
     a, b = ZmqBus(None, wire.decode), ZmqBus(f"ipc://{tmp_path}/b", wire.decode_to_worker)
     assert (a.receive(), a.wait(0)) == ([], False)

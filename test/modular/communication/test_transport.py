@@ -273,6 +273,21 @@ def test_a_full_arena_makes_parcels_wait_in_order(make_mesh: Callable[..., Mesh]
     mesh.assert_at_rest()
 
 
+def test_a_parcel_whose_items_find_no_room_holds_none_for_its_edges(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh(limit_bytes=8192, first_bytes=4096)
+    a, b = mesh.workers
+    handle = mesh.handle(0, "r0")
+    for i in range(3):
+        edge, item = a.store.put(torch.full((50,), float(i))), a.store.put(torch.full((900,), i + 0.5))
+        a.transport.send(routed(a.store, 1, edges=[(handle, i, [edge])], items=[(handle, i, item, 0)]))
+    assert a.transport.num_waiting == 1
+    assert a.arena.num_tickets == 4, "two parcels of two"
+    mesh.settle()
+    assert [tensors[0][0].item() for _, _, tensors in values_of(b) if tensors[0] is not None] == [0.0, 1.0, 2.0]
+    assert [b.store.get(arrival.items.ids[0])[0].item() for arrival in b.streams] == [0.5, 1.5, 2.5]
+    mesh.assert_at_rest()
+
+
 def test_two_full_arenas_do_not_block_each_other(make_mesh: Callable[..., Mesh]) -> None:
     mesh = make_mesh(limit_bytes=8192, first_bytes=4096)
     for worker in mesh.workers:
