@@ -278,7 +278,7 @@ def test_a_parcel_whose_items_find_no_room_holds_none_for_its_edges(make_mesh: C
     a, b = mesh.workers
     handle = mesh.handle(0, "r0")
     for i in range(3):
-        edge, item = a.store.put(torch.full((50,), float(i))), a.store.put(torch.full((900,), i + 0.5))
+        edge, item = a.store.put(torch.full((10,), float(i))), a.store.put(torch.full((900,), i + 0.5))
         a.transport.send(routed(a.store, 1, edges=[(handle, i, [edge])], items=[(handle, i, item, 0)]))
     assert a.transport.num_waiting == 1
     assert a.arena.num_tickets == 4, "two parcels of two"
