@@ -130,6 +130,10 @@ class WalkAssembler:
             return True
         return any(signal.many for signal in self._signals.feeding(found.node, found.name))
 
+    def _takes_list(self, node: NodeUnit, name: str) -> bool:
+        found = self._inputs.get((node, name))
+        return found is None or self._holds_list(found)
+
     def _node(self, node: NodeUnit, many: list[bool]) -> NodeProgram:
         own = [found for (unit, _), found in self._inputs.items() if unit is node]
         streams = tuple(
@@ -244,7 +248,8 @@ class WalkAssembler:
                 self._stream_op(signal.name, edge.next_node, edge.target_partition) for edge in signal.streams
             ),
             persists=(self._persist_op(signal.name, takers),) if signal.persisted else (),
-            live_ok=may_be_live(signal, takers),
+            live_ok=may_be_live(signal, takers, self._takes_list)
+            and not (signal.persisted and signal.name in self._partition.list_signals),
         )
 
     def _stream_op(self, signal: str, node: str, partition: str | None) -> StreamOp:

@@ -6,7 +6,7 @@ the world outside go to the `Outflow`, reference counts to `References`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from mstar.graph.outflow import Outflow
 from mstar.graph.program import ROOT, LoopProgram, NodeProgram, PartitionProgram, PersistOp, Route, WalkProgram
@@ -220,13 +220,21 @@ class RowMachine:
             self.try_ready(row, nodes[index])
 
     def _skip_loops(self, row: RowState, loops: tuple[int, ...]) -> None:
-        """End the loops with limit 0 among these and inside them."""
+        """End the loops with limit 0 among these and inside them. All count as done before the first one's outputs
+        leave, so that an output makes no node of another ready."""
+        skipped = list(self._without_iterations(row, loops))
+        for loop in skipped:
+            row.done |= loop.bit | loop.inside
+        for loop in skipped:
+            self._end_loop(row, loop)
+
+    def _without_iterations(self, row: RowState, loops: tuple[int, ...]) -> Iterator[LoopProgram]:
         for index in loops:
             loop = row.program.loops[index]
-            if row.limits[index] == 0:
-                self._end_loop(row, loop)
+            if row.limits[index]:
+                yield from self._without_iterations(row, loop.children)
             else:
-                self._skip_loops(row, loop.children)
+                yield loop
 
     def _end_loop(self, row: RowState, loop: LoopProgram) -> None:
         """Outputs leave before the loop around it is looked at, so that it can pass them on."""

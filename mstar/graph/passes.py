@@ -66,8 +66,9 @@ class WalkTurns:
         request.closed.add(partition)
         program = self._graph.partitions[partition]
         for edge in program.streams_in:
-            if self.desk.streams[edge].consumer_rank == self._me:
-                self.desk.clear(request, edge)
+            # Where the consumer is elsewhere, its part may still run although this worker's has ended.
+            if self.desk.streams[edge].consumer_rank == self._me or partition not in request.rows:
+                self.desk.mute(request, edge)
         for edge in program.streams_out:
             if self.desk.report_end(request, self.desk.streams[edge]):
                 self.wake(request, edge)
@@ -75,6 +76,7 @@ class WalkTurns:
     def _walk_over(self, row: RowState) -> None:
         self._close(row)
         if row.partition.stream_fed:
+            self.desk.use_up(row)
             self._start_passes(row)
         else:
             self._outflow.routed.walk_done.append((row.handle, row.partition.name))
@@ -90,6 +92,8 @@ class WalkTurns:
                 return
             row.passes += 1
             self.enter(row, program)
+            if not row.active:
+                self.desk.use_up(row)
 
     def _next_pass(self, row: RowState) -> WalkProgram | None:
         """The walk that the next items are tagged with, once each stream has a chunk of it."""

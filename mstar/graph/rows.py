@@ -10,7 +10,19 @@ from mstar.streaming.buffer import StreamBuffer
 class RequestState:
     """One request on this worker, over all partitions."""
 
-    __slots__ = ("buffers", "closed", "credited", "ended", "full", "gates", "handle", "made", "persisted", "rows")
+    __slots__ = (
+        "buffers",
+        "closed",
+        "credited",
+        "ended",
+        "full",
+        "gates",
+        "handle",
+        "made",
+        "muted",
+        "persisted",
+        "rows",
+    )
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -29,7 +41,9 @@ class RequestState:
         self.ended: set[int] = set()
         """Streams whose end it has reported."""
         self.closed: set[int] = set()
-        """Partitions that run no further walk."""
+        """Partitions that run no further walk here."""
+        self.muted: set[int] = set()
+        """Streams whose items nobody will consume."""
 
 
 class RowState:
@@ -58,6 +72,7 @@ class RowState:
         "running",
         "sequences",
         "stopping",
+        "used_streams",
     )
 
     def __init__(self, request: RequestState, partition: PartitionProgram, program: WalkProgram) -> None:
@@ -82,4 +97,5 @@ class RowState:
         self.sequences: list[int] = []  # per node: its place in the ready index
         self.named_limits: dict[str, int] = {}
         self.passes = -1  # index of the pass of a stream-fed partition
+        self.used_streams = 0  # bits of streams that this pass has taken a chunk of
         self.parked: list[tuple[int, list[int]]] = []  # (slot, ids) that arrived for a later walk

@@ -6,7 +6,7 @@ through the loops around it, so that only the value of the last iteration is kep
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mstar.graph.base import EMIT_TO_CLIENT, GraphEdge
@@ -114,18 +114,22 @@ def _persist(found: WalkSignals, signal: Signal) -> None:
     signal.persisted = True
 
 
-def may_be_live(signal: Signal, takers: Mapping[str, Iterable[str]]) -> bool:
+def may_be_live(
+    signal: Signal, takers: Mapping[str, Iterable[str]], takes_list: Callable[[NodeUnit, str], bool]
+) -> bool:
     """Whether the value may stay in its node's device column. `takers` names, per persisted signal, the nodes that
-    take it.
+    take it; `takes_list` says whether an input holds lists, which are of tensors.
 
     Only the node itself may read it later, and only before it runs again. The end of a loop is too late for that: a
     step speculated past a stop has overwritten the column, so a live value leaves a loop only to the client, in the
     step that made it.
     """
-    if signal.streams or signal.accumulated or not all(may_be_live(out, takers) for out in signal.exits):
+    if signal.streams or signal.accumulated or not all(may_be_live(out, takers, takes_list) for out in signal.exits):
         return False
     if isinstance(signal.producer, LoopUnit):
         return not (signal.transfers or signal.persisted or signal.producer.num_nodes > 1)
+    if any(takes_list(edge.consumer, edge.signal) for edge in signal.transfers):
+        return False
     readers = {edge.consumer.name for edge in signal.transfers}
     if signal.persisted:
         readers.update(takers.get(signal.name, ()))

@@ -85,13 +85,15 @@ class Speculations:
 
     @staticmethod
     def _goes_on(entry: KeyEntry, row: RowState | None) -> bool:
-        """Armed, and all else as for a row that is ready."""
+        """Armed, all else as for a row that is ready, and in a later iteration of its loop: in the first, the loop has
+        ended and was begun anew by a loop around it."""
         node = entry.node
         return (
             row is not None
             and bool(row.armed & node.bit)
             and not (row.running | row.done) & node.bit
             and row.active
+            and row.iterations[node.scope] > 0
             and row.filled & node.need == node.need
         )
 

@@ -38,7 +38,7 @@ class StreamDesk:
     def produce(self, request: RequestState, op: StreamOp, tensor_id: int) -> bool:
         """One more item. True: its consumer is here and may have something to run."""
         edge = op.edge
-        if self.consumer_of[edge] in request.closed:
+        if edge in request.muted:
             return False
         made = request.made[edge] = request.made.get(edge, 0) + 1
         if made - request.credited.get(edge, 0) >= self.streams[edge].credit and edge not in request.full:
@@ -53,7 +53,7 @@ class StreamDesk:
 
     def receive(self, request: RequestState, edge: int, tensor_id: int, tag: int) -> bool:
         """An item from another worker. False: its consumer has ended, so it is dropped and credited."""
-        if self.consumer_of[edge] in request.closed:
+        if edge in request.muted:
             self._refs.pass_through((tensor_id,))
             self._credit(request, edge, 1)
             return False
@@ -66,7 +66,7 @@ class StreamDesk:
         return True
 
     def end(self, request: RequestState, edge: int, total: int) -> bool:
-        if self.consumer_of[edge] in request.closed:
+        if edge in request.muted:
             return False
         try:
             self.buffer(request, edge).end(total)
@@ -92,6 +92,7 @@ class StreamDesk:
             buffer = self.buffer(row.request, edge)
             chunks.append(buffer.take() if self._has_items(row, edge) and buffer.has_chunk else buffer.take_nothing())
             final = final and buffer.exhausted
+            row.used_streams |= 1 << edge
         return chunks, final
 
     def give_back(self, row: RowState, node: NodeProgram) -> None:
@@ -102,13 +103,21 @@ class StreamDesk:
     def commit(self, row: RowState, node: NodeProgram) -> None:
         """The oldest chunks taken by the node have been used."""
         for _, edge in node.streams:
-            gone = self.buffer(row.request, edge).commit()
-            if gone:
-                self._refs.release(gone)
-                self._credit(row.request, edge, len(gone))
+            self._commit(row.request, edge)
 
-    def clear(self, request: RequestState, edge: int) -> None:
-        """The consumer has ended: drop and credit what waits."""
+    def use_up(self, row: RowState) -> None:
+        """A pass is over: it has used a chunk of each stream, whether or not a node has taken it (a loop around the
+        node may have been skipped), so that no pass is repeated for ever."""
+        for edge in row.program.streams:
+            buffer = self.buffer(row.request, edge)
+            if not row.used_streams >> edge & 1 and self._has_items(row, edge) and buffer.has_chunk:
+                buffer.take()
+                self._commit(row.request, edge)
+        row.used_streams = 0
+
+    def mute(self, request: RequestState, edge: int) -> None:
+        """Nobody will consume what the stream brings: drop and credit what waits, and what is still to come."""
+        request.muted.add(edge)
         buffer = request.buffers.pop(edge, None)
         if buffer is not None and (gone := buffer.clear()):
             self._refs.release(gone)
@@ -122,9 +131,15 @@ class StreamDesk:
         total = request.made.get(stream.index, 0)
         if stream.consumer_rank == self._me:
             return self.end(request, stream.index, total)
-        if self.consumer_of[stream.index] not in request.closed:
+        if stream.index not in request.muted:
             self._outflow.stream_end(stream.consumer_rank, request.handle, stream.index, total)
         return False
+
+    def _commit(self, request: RequestState, edge: int) -> None:
+        gone = self.buffer(request, edge).commit()
+        if gone:
+            self._refs.release(gone)
+            self._credit(request, edge, len(gone))
 
     def _chunk_ready(self, row: RowState, edge: int) -> bool:
         buffer = self.buffer(row.request, edge)
