@@ -34,6 +34,7 @@ from mstar.launch.deployment import Deployment
 from mstar.launch.rank import Place, build_rank
 from mstar.model.base import PreparedPrompt, WalkPlan
 from mstar.model.loader.progress import LoadProgress
+from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock
 
 
@@ -65,8 +66,14 @@ class LocalInstance:
     """See the module docstring. Every model here must plan its walks up front."""
 
     def __init__(
-        self, deployment: Deployment, *, progress: LoadProgress | None = None, clock: PhaseClock | None = None
+        self,
+        deployment: Deployment,
+        *,
+        progress: LoadProgress | None = None,
+        clock: PhaseClock | None = None,
+        executor: DeviceExecutor | None = None,
     ) -> None:
+        """`executor`: another than the configuration's, for an instance of one worker."""
         self.model = deployment.model()
         self._compiled = deployment.compile(self.model)
         self._requests: dict[str, LocalRequest] = {}
@@ -80,7 +87,7 @@ class LocalInstance:
             bus = net.bus(peer_name(rank), decode_to_worker)
             place = Place(f"local{id(self):x}", rank)
             worker, parts = build_rank(
-                deployment, self.model, self._compiled, place, bus, progress=progress, clock=clock
+                deployment, self.model, self._compiled, place, bus, progress=progress, clock=clock, executor=executor
             )
             parts.engine.warmup()
             self.workers.append((worker, parts))

@@ -17,6 +17,7 @@ from mstar.model.base import Model
 from mstar.model.loader.progress import LoadProgress
 from mstar.model.registry import build_submodule
 from mstar.model.submodule_context import SubmoduleContext
+from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock
 from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
 from mstar.worker.worker import Worker, WorkerParts
@@ -40,10 +41,15 @@ def build_rank(
     *,
     progress: LoadProgress | None = None,
     clock: PhaseClock | None = None,
+    executor: DeviceExecutor | None = None,
 ) -> tuple[Worker, WorkerParts]:
-    """Load the rank's nodes and build its worker. Raises what loading raises."""
+    """Load the rank's nodes and build its worker. `executor`: another than the configuration's; the loop overlaps if it
+    does. Raises what loading raises."""
     config = deployment.config
-    executor, overlap = device_executor(config)
+    if executor is None:
+        executor, overlap = device_executor(config)
+    else:
+        overlap = executor.overlaps
     settings = WorkerSettings(
         rank=place.rank,
         incarnation=place.incarnation,
