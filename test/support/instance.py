@@ -12,27 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-import torch
+from support.front_books import GREEDY, FrontBooks, Result
 
-from mstar.communication import host_tensors
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.arena import Arena, ArenaReader
 from mstar.communication.bus import Bus
 from mstar.communication.loopback import LoopbackNet
 from mstar.communication.messages import (
-    EmitFrame,
-    Fail,
-    Open,
-    Opened,
-    OpenRequest,
     PeerUp,
-    Remove,
     SamplingParams,
-    StartWalk,
-    TokenLogprobs,
     ToWorker,
-    WalkDone,
 )
 from mstar.communication.wire import decode_to_front, decode_to_worker
 from mstar.engine.engine import Engine
@@ -47,7 +36,6 @@ from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
 from mstar.worker.worker import Worker, WorkerParts
 
 BuildNode = Callable[[str], NodeSubmodule]
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -65,31 +53,6 @@ class Tuning:
     poison: bool = True
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `EngineConfig`."""
-
-
-@dataclass
-class Result:
-    """What one request led to. `tensors`: emitted tensors by signal, in order. `failure`: the worker's message."""
-
-    rid: str
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    failure: str | None = None
-    aborted: bool = False
-    expected_emits: dict[tuple[int, str], int] = field(default_factory=dict)
-    received_emits: dict[tuple[int, str], int] = field(default_factory=dict)
-    opening: OpenRequest | None = None
-    starts: list[tuple[int, StartWalk]] = field(default_factory=list)
-    num_opened: int = 0
-    waiting: set[tuple[int, str]] = field(default_factory=set)
-
-    @property
-    def done(self) -> bool:
-        if self.failure is not None or self.aborted:
-            return True
-        return not self.starts and not self.waiting and self.received_emits == self.expected_emits
 
 
 class StepRecord(NamedTuple):
@@ -111,13 +74,14 @@ class Instance:
     ) -> None:
         self.model = model
         self.compiled: CompiledGraph = compile_walks(model.walks(), model.partitions(), placement)
-        self.results: dict[str, Result] = {}
         self.steps: list[StepRecord] = []
         self.workers: list[Worker] = []
         self.parts: list[WorkerParts] = []
         self._net = LoopbackNet()
         self._front = self._net.bus("front", decode_to_front)
         ranks = sorted(set(placement.values()))
+        self._books = FrontBooks(model, self.compiled, len(ranks), self._front)
+        self.results = self._books.results
         name = secrets.token_hex(4)
         for rank in ranks:
             self._add_worker(rank, build_node, tuning, name if len(ranks) > 1 else None)
@@ -184,34 +148,10 @@ class Instance:
         engine.submit = recording
 
     def submit(self, rid: str, prompt: PreparedPrompt, sampling: SamplingParams = GREEDY) -> Result:
-        """Start a request as the front would: open it everywhere, then start every partition on its workers."""
-        plan = self.model.plan_walks(prompt, sampling.max_tokens)
-        assert plan is not None
-        opening = OpenRequest(
-            sampling=sampling,
-            prompt_ids=None if prompt.token_ids is None else host_tensors.from_numpy(prompt.token_ids),
-            inputs={name: host_tensors.from_numpy(array) for name, array in prompt.inputs.items()},
-            limits=dict(plan.limits),
-        )
-        result = self.results[rid] = Result(rid, opening=opening)
-        for partition, walks in plan.partitions:
-            for rank in self.compiled.ranks_of_partition(partition):
-                result.waiting.add((rank, partition))
-                result.starts.append((rank, StartWalk(rid=rid, partition=partition, walks=tuple(walks), last=True)))
-        if len(self.workers) == 1:
-            self._start(result, opening)
-        else:
-            self._front.send(peer_name(0), [Open(rid=rid, open=opening)])
-        return result
+        return self._books.submit(rid, prompt, sampling)
 
     def abort(self, rid: str) -> None:
-        """The client has left; what still comes for it is ignored."""
-        self.results[rid].aborted = True
-        self._finish(self.results[rid])
-
-    def _remove(self, rid: str) -> None:
-        for worker_rank in range(len(self.workers)):
-            self._front.send(peer_name(worker_rank), [Remove(rid)])
+        self._books.abort(rid)
 
     def tick(self, ranks: Sequence[int] | None = None) -> bool:
         """One turn for each worker (or some), then the front reads. False: nobody had anything to do."""
@@ -221,7 +161,7 @@ class Instance:
                 busy = True
             else:
                 self.parts[rank].outbox.rest()  # as its loop does before it blocks
-        return self._read() or busy
+        return self._books.read() or busy
 
     def run(self, max_ticks: int = 20000) -> dict[str, Result]:
         """Until every request is done and gone from the workers."""
@@ -245,59 +185,6 @@ class Instance:
             worker.close()
             parts.bus.close()
         self._front.close()
-
-    def _start(self, result: Result, opening: OpenRequest | None) -> None:
-        for rank, start in result.starts:
-            message = start if opening is None else msgspec.structs.replace(start, open=opening)
-            self._front.send(peer_name(rank), [message])
-        result.starts.clear()
-
-    def _read(self) -> bool:
-        messages = self._front.receive()
-        for message in messages:
-            match message:
-                case Opened(rid=rid):
-                    result = self.results[rid]
-                    result.num_opened += 1
-                    if result.num_opened == len(self.workers):
-                        self._start(result, None)
-                    else:
-                        assert result.opening is not None
-                        self._front.send(peer_name(result.num_opened), [Open(rid=rid, open=result.opening)])
-                case EmitFrame():
-                    self._emits(message)
-                case WalkDone():
-                    result = self.results[message.rid]
-                    result.waiting.discard((message.rank, message.partition))
-                    result.reasons[message.partition] = message.reason
-                    for signal, count in message.emits.items():
-                        result.expected_emits[message.rank, signal] = count
-                    self._finish(result)
-                case Fail(rid=rid, message=text):
-                    self.results[rid].failure = text
-                    self._finish(self.results[rid])
-        return bool(messages)
-
-    def _emits(self, frame: EmitFrame) -> None:
-        signals = frame.signals * len(frame.rids) if len(frame.signals) == 1 else frame.signals
-        for index, (rid, signal, token) in enumerate(zip(frame.rids, signals, frame.tokens, strict=True)):
-            result = self.results[rid]
-            result.tokens.append(token)
-            result.logprobs.append(None if frame.logprobs is None else frame.logprobs[index])
-            self._count(result, frame.src, signal)
-        for rid, signal, tensor in zip(frame.tensor_rids, frame.tensor_signals, frame.tensors, strict=True):
-            result = self.results[rid]
-            result.tensors.setdefault(signal, []).append(host_tensors.to_torch(tensor).clone())
-            self._count(result, frame.src, signal)
-
-    def _count(self, result: Result, rank: int, signal: str) -> None:
-        result.received_emits[rank, signal] = result.received_emits.get((rank, signal), 0) + 1
-        self._finish(result)
-
-    def _finish(self, result: Result) -> None:
-        if result.done and result.opening is not None:
-            result.opening = None
-            self._remove(result.rid)
 
 
 def shared_memory_files(directory: Path = Path("/dev/shm")) -> set[str]:

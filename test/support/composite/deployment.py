@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from support.composite import reference
 from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, FRAME, LLM
 from support.instance import Instance, Tuning
+from support.worker_processes import WorkerProcesses
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mstar.communication.messages import SamplingParams
@@ -128,6 +129,7 @@ class Composite:
     `changes` are entries of the checkpoint's configuration."""
 
     def __init__(self, directory: Path, **changes: int) -> None:
+        self.directory = directory
         checkpoint = resolve_checkpoint(str(write_checkpoint(directory, **changes)), cache_dir=directory)
         self._weights = reference.make_weights(WEIGHTS_SEED)
         self._expected: dict[int, reference.Outputs] = {}
@@ -142,7 +144,7 @@ class Composite:
     def build_node(self, name: str) -> NodeSubmodule:
         return build_submodule(self.card, name, self.context)
 
-    def submit(self, instance: Instance, rid: str, request: Request) -> None:
+    def submit(self, instance: Instance | WorkerProcesses, rid: str, request: Request) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=request.stop_tokens)
         instance.submit(rid, self.model.process_prompt(request.as_prompt()), sampling)
 
@@ -153,7 +155,7 @@ class Composite:
             known = self._expected[id(request)] = request.expected(self._weights)
         return known
 
-    def check(self, instance: Instance, rid: str, request: Request) -> None:
+    def check(self, instance: Instance | WorkerProcesses, rid: str, request: Request) -> None:
         """Raises `AssertionError` where the request's outputs differ from the reference's."""
         result, expected = instance.results[rid], self.expected(request)
         assert result.failure is None, f"{rid} failed: {result.failure}"
