@@ -81,7 +81,7 @@ def run_bucket(
 ) -> StepResult:
     """The step as a replay over the bucket's static buffers."""
     num_rows = plan.rows.handles.size
-    values = stacked_inputs(found, lambda: _live(node, staged)[:num_rows], slice(0, num_rows)) if bucket.inputs else {}
+    values = stacked_inputs(found, lambda: _live(node, staged)[:num_rows]) if bucket.inputs else {}
     bucket.write_inputs({name: values[name] for name in bucket.inputs}, num_rows, poison=poison)
     bucket.touched = plan.touched
     for item in plan.touched:
@@ -151,12 +151,11 @@ def _run_range(
         staged = dict(narrow_staging(node.layouts.fields, staged, slice(begin, end), tokens))
         staged[fields.LAST] = staged[fields.LAST] - tokens.start
         token_ids = None if token_ids is None else token_ids[tokens]
+        found = {name: value.narrow(slice(begin, end)) for name, value in found.items()}
         touched = [replace(item, facts=item.resource.narrow(item.facts, begin, end)) for item in touched]
     for item in touched:
         item.resource.begin_forward(item.facts, staged)
-    outputs = node.submodule.forward_batched(
-        plan.walk, _inputs(node, plan, staged, found, token_ids, slice(begin, end))
-    )
+    outputs = node.submodule.forward_batched(plan.walk, _inputs(node, plan, staged, found, token_ids, end - begin))
     _check_rows(node, outputs, end - begin)
     for item in touched:
         item.resource.end_forward(item.facts)
@@ -175,17 +174,17 @@ def _inputs(
     staged: Mapping[str, Tensor],
     found: Found,
     token_ids: np.ndarray | None,
-    rows: slice,
+    num_rows: int,
 ) -> EngineInputs:
     def live() -> Tensor:
         return _live(node, staged)
 
     return EngineInputs(
-        num_rows=rows.stop - rows.start,
+        num_rows=num_rows,
         tokens=None if token_ids is None else _tokens(node, plan, staged, token_ids),
         last=None if token_ids is None else staged[fields.LAST],
-        tensors=stacked_inputs(found, live, rows),
-        ragged=ragged_inputs(found, live, rows),
+        tensors=stacked_inputs(found, live),
+        ragged=ragged_inputs(found, live),
         iterations=staged[fields.ITERATIONS],
     )
 

@@ -44,6 +44,12 @@ class RowsInput:
             return False
         return len({row.shape for row in self.rows if isinstance(row, Tensor)}) == 1
 
+    def narrow(self, rows: slice) -> RowsInput:
+        """The input of some of the rows, which may be uniform although all of them are not."""
+        if self.stacked is not None:
+            return RowsInput(self.stacked[rows], (), (), self.listed)
+        return RowsInput(None, self.rows[rows], self.live[rows], self.listed)
+
     def row_kind(self) -> tuple[torch.Size, torch.dtype]:
         """Row shape and dtype of a uniform input."""
         if self.stacked is not None:
@@ -96,26 +102,26 @@ def row_shapes(found: Found, num_rows: int) -> list[dict[str, Shape]]:
     ]
 
 
-def stacked_inputs(found: Found, live: Callable[[], Tensor], rows: slice) -> Lazy[Tensor]:
-    """`EngineInputs.tensors` of the rows `rows`. `live` gives their live tokens int64 [rows]."""
+def stacked_inputs(found: Found, live: Callable[[], Tensor]) -> Lazy[Tensor]:
+    """`EngineInputs.tensors`. `live` gives the rows' live tokens, int64 [rows]."""
 
     def make(value: RowsInput) -> Callable[[], Tensor]:
         if (stacked := value.stacked) is not None:
-            return lambda: stacked[rows]
-        if value.live and value.live[0]:
+            return lambda: stacked
+        if value.live[0]:
             return live
-        return lambda: torch.stack([row for row in value.rows[rows] if isinstance(row, Tensor)])
+        return lambda: torch.stack([row for row in value.rows if isinstance(row, Tensor)])
 
     return Lazy({name: make(value) for name, value in found.items() if value.uniform})
 
 
-def ragged_inputs(found: Found, live: Callable[[], Tensor], rows: slice) -> Lazy[Sequence[Tensor]]:
-    """`EngineInputs.ragged` of the rows `rows`."""
+def ragged_inputs(found: Found, live: Callable[[], Tensor]) -> Lazy[Sequence[Tensor]]:
+    """`EngineInputs.ragged`."""
 
     def make(value: RowsInput) -> Callable[[], Sequence[Tensor]]:
         return lambda: [
             live()[index] if is_live else _tensor(row)
-            for index, (row, is_live) in enumerate(zip(value.rows[rows], value.live[rows], strict=True))
+            for index, (row, is_live) in enumerate(zip(value.rows, value.live, strict=True))
         ]
 
     return Lazy({name: make(value) for name, value in found.items() if not value.uniform})
@@ -132,6 +138,9 @@ class Lazy(Mapping[str, T], Generic[T]):
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._makers)

@@ -104,7 +104,9 @@ class EngineRig:
         self.engine.publish(step, np.array([handle not in gone for handle in step.handles.tolist()]))
         for column in step.outputs.ids.values():  # nobody routes here, so nobody keeps them
             if column is not None and step.error is None:
-                self.store.free([i for i, handle in zip(column.tolist(), step.handles, strict=True) if i and handle not in gone])
+                self.store.free(
+                    [i for i, handle in zip(column.tolist(), step.handles, strict=True) if i and handle not in gone]
+                )
         return step
 
     def run(self, *parts: TakenRows) -> Step:

@@ -58,8 +58,8 @@ class _Head(nn.Module):
 
 
 class TinyDecoder(NodeSubmodule):
-    """Walks `prefill` (the prompt, samples the first token) and `decode`. `poison_token`: a row whose last token is this
-    one gets NaN logits. `fail` is raised by the next forward."""
+    """Walks `prefill` (the prompt, samples the first token) and `decode`. `poison_token`: a row whose last token is
+    this one gets NaN logits. `fail` is raised by the next forward."""
 
     host_signals = frozenset({"token"})
 

@@ -79,9 +79,7 @@ def test_tables_grow_while_others_use_them():
     rows = {}
     for handle in range(20):
         ids = tuple(range(handle + 1))
-        rig.open(
-            handle, temperature=0.0, presence_penalty=100.0, bias_ids=ids, bias_values=tuple(0.0 for _ in ids)
-        )
+        rig.open(handle, temperature=0.0, presence_penalty=100.0, bias_ids=ids, bias_values=tuple(0.0 for _ in ids))
         rows[handle] = logits
         first = rig.draw(rows)
         assert first[handle] == favourite
@@ -103,9 +101,7 @@ def test_a_favoured_end_token_waits_for_the_minimum_length(minimum: int):
     """The end token biased by +100 with `min_tokens`: exactly that many other tokens come first."""
     rig = SamplerRig(VOCAB)
     end = 9
-    rig.open(
-        0, temperature=0.0, bias_ids=(end,), bias_values=(100.0,), min_tokens=minimum, stop_token_ids=(end, 30)
-    )
+    rig.open(0, temperature=0.0, bias_ids=(end,), bias_values=(100.0,), min_tokens=minimum, stop_token_ids=(end, 30))
     handle = np.array([0])
     layer = rig.rig.sampler.layer(0)
     drawn = []
@@ -205,8 +201,8 @@ PENALTIES = [
 
 
 def test_penalties_do_not_care_how_far_the_loop_plans_ahead():
-    """Every count must include the token of the step before, which is not known when the next step is planned. Abandoned
-    steps in between count nothing."""
+    """Every count must include the token of the step before, which is not known when the next step is planned.
+    Abandoned steps in between count nothing."""
     texts = prompts(4, seed=8)
     outputs = []
     for ahead, abandon in ((False, False), (True, False), (True, True)):

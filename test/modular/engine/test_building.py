@@ -1,4 +1,4 @@
-"""From taken rows to a step: hooks that answer, decline, raise or answer wrongly; layers that name what is not there."""
+"""From taken rows to a step: hooks that answer, decline, raise or answer wrongly; layers that name what is missing."""
 
 from typing import Any
 

@@ -59,8 +59,8 @@ def test_planning_ahead_changes_nothing(threaded: bool):
 
 @pytest.mark.parametrize("num_rows", range(1, 10))
 def test_padded_replays_equal_one_row_alone(num_rows: int):
-    """Every batch size from 1 to one above the largest bucket, sizes between the buckets, rows of mixed lengths, handles
-    used before. Padding, the sink page and static buffers hold NaN outside of what the step wrote."""
+    """Every batch size from 1 to one above the largest bucket, sizes between the buckets, rows of mixed lengths,
+    handles used before. Padding, the sink page and static buffers hold NaN outside of what the step wrote."""
     rig = EngineRig(capture_sizes=(1, 2, 4, 8), max_rows=16, capacity=16)
     assert rig.engine._nodes["LLM"].graphs.num_buckets == 4
     for handle in range(num_rows):

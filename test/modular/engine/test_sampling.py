@@ -33,7 +33,7 @@ def test_numbers_are_uniform_and_unrelated():
     """Mean, spread and correlation of neighbouring seeds and draws, each within five standard errors."""
     keys = np.array([stream_key(seed) for seed in range(400)], np.uint64)
     table = np.stack([uniforms(keys, np.full(400, draw, np.int32)) for draw in range(100)], 1).astype(np.float64)
-    assert 0 < table.min() and table.max() < 1
+    assert table.min() > 0 and table.max() < 1
     assert abs(table.mean() - 0.5) < 5 * (1 / 12) ** 0.5 / table.size**0.5
     assert abs(table.var() - 1 / 12) < 0.002
     for one, other in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:])):

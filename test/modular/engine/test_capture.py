@@ -1,0 +1,169 @@
+"""Captured walks: which bucket a step takes, what its padding holds, when it runs eagerly, what cannot be captured."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engine_rig import GREEDY, EngineRig, prompts, take
+from support.tiny_decoder import NODE, TinyDecoder
+
+from mstar.communication.messages import SamplingParams
+from mstar.engine.bucket_capture import CaptureError
+from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig, StaticInput
+from mstar.engine.cuda_graph_runner import Bucket, GraphHandle, GraphRunner
+from mstar.engine.staging import DeviceBlock, LayoutCache, StepShape
+from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns
+
+PROMPTS = prompts(5, seed=9)
+
+
+def test_the_smallest_bucket_that_holds_the_rows():
+    runner = GraphRunner()
+    layout = LayoutCache(()).layout(StepShape(0, 0, 0))
+    for walk, info, size in (("a", None, 8), ("a", None, 2), ("a", "x", 4), ("b", None, 1)):
+        runner.add(Bucket(BucketKey(walk, size, size, 1, info), layout, DeviceBlock(torch.device("cpu")), {}))
+
+    def size(walk: str, info: str | None, rows: int) -> int | None:
+        bucket = runner.lookup(walk, info, rows)
+        return None if bucket is None else bucket.key.bs
+
+    assert [size("a", None, rows) for rows in (1, 2, 3, 8, 9)] == [2, 2, 8, 8, None]
+    assert size("a", "x", 3) == 4 and size("b", None, 2) is None and size("c", None, 1) is None
+    assert runner.num_buckets == 4
+
+
+def test_a_graph_is_captured_before_it_is_replayed():
+    with pytest.raises(RuntimeError, match="captured before"):
+        GraphHandle().replay()
+
+
+class Flow(NodeSubmodule):
+    """A node without tokens: `latent` in, `latent` out, `mean` to the host. `leaky` lets padding reach real rows."""
+
+    host_signals = frozenset({"mean"})
+    leaky = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch:
+        return NodeBatch(np.zeros(len(rows.handles), np.int32))
+
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+        latent = inputs.tensors["latent"]
+        self.seen.append(latent.clone())
+        made = latent * 2 + inputs.iterations[:, None].float()
+        if self.leaky:
+            made = made + 0 * latent.sum()
+        return {"latent": made, "mean": made.mean(-1)}
+
+    def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+        return (BatchedCudaGraphConfig("flow", static_inputs=(StaticInput("latent", (3,), "float32"),)),)
+
+
+def flow_rig(**config: Any) -> tuple[EngineRig, Flow]:
+    node = Flow()
+    return EngineRig({"flow": node}, (), **config), node
+
+
+def run_flow(rig: EngineRig, values: torch.Tensor | list[torch.Tensor]) -> tuple[np.ndarray, list[torch.Tensor]]:
+    ids = rig.store.put_batch(values).tolist() if isinstance(values, torch.Tensor) else list(map(rig.store.put, values))
+    step = rig.arm(take("flow", range(len(ids)), "flow", latent=ids))
+    rig.engine.submit(step)
+    rig.engine.finish(step)
+    assert step.error is None, step.error
+    return step.host("mean").copy(), rig.store.gather_list(step.outputs.ids_of(step.parts[0])["latent"])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
+def test_static_inputs_are_padded_with_nan_that_reaches_nobody(num_rows: int):
+    rig, node = flow_rig(capture_sizes=(2, 4))
+    node.seen.clear()
+    values = torch.randn(num_rows, 3)
+    for _ in range(2):
+        mean, latents = run_flow(rig, values)
+        np.testing.assert_allclose(mean, (values * 2).mean(-1), rtol=1e-6)
+        assert torch.equal(torch.stack(latents), values * 2)
+    size = {1: 2, 2: 2, 3: 4, 4: 4, 5: 5}[num_rows]
+    assert [tuple(latent.shape) for latent in node.seen] == [(size, 3)] * 2
+    assert node.seen[0][num_rows:].isnan().all()
+    node.leaky = True
+    assert np.isnan(run_flow(rig, values)[0]).all() == (size > num_rows)  # such a bug shows
+
+
+def test_inputs_that_are_not_as_declared_run_eagerly():
+    rig, node = flow_rig(capture_sizes=(4,))
+    node.seen.clear()
+    run_flow(rig, torch.randn(2, 3))
+    run_flow(rig, torch.randn(2, 5))
+    run_flow(rig, torch.randn(2, 3, dtype=torch.float64))
+    assert [tuple(latent.shape) for latent in node.seen] == [(4, 3), (2, 5), (2, 3)]
+
+
+def test_what_needs_more_than_an_argmax_runs_at_its_own_size():
+    rig = EngineRig(capture_sizes=(4,))
+    rig.open(0, PROMPTS[0])
+    rig.open(1, PROMPTS[1], SamplingParams(temperature=1.0, seed=3, max_tokens=20))
+    rig.prefill(0, 1)
+    rig.decoder.batch_sizes.clear()
+    rig.decode(0)
+    rig.decode(0, 1)
+    rig.decode(1)
+    assert rig.decoder.batch_sizes == [4, 2, 1]
+    assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 3)
+    rig.close_all()  # the slot of the dropped bucket went back
+
+
+def test_the_reference_backend_is_not_captured_and_equals_the_other():
+    outputs = []
+    for backend, size in (("torch_ref", 3), ("cpu", 4)):
+        rig = EngineRig(capture_sizes=(4,), backends={"attn": backend})
+        for handle in range(3):
+            rig.open(handle, PROMPTS[handle])
+        rig.generate(range(3), 9)
+        assert rig.decoder.batch_sizes[-1] == size
+        outputs.append(rig.out)
+    assert outputs[0] == outputs[1]
+
+
+def test_sizes_of_the_declaration_and_of_the_deployment():
+    class Declared(TinyDecoder):
+        def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+            return (BatchedCudaGraphConfig("decode", capture_batch_sizes=(3, 1, 99)),)
+
+    progress: list[tuple[str, int, int]] = []
+    node = Declared()
+    rig = EngineRig({NODE: node}, capture_sizes=(2,))
+    assert node.batch_sizes == [3, 1]  # largest first; none above max_rows
+    rig.engine.capture(lambda *state: progress.append(state))
+    assert progress[0] == ("capture LLM decode", 0, 2) and progress[-1] == ("capture", 2, 2)
+
+
+def test_warm_up_runs_every_declared_walk_and_keeps_nothing():
+    rig = EngineRig()
+    rig.engine.warmup()
+    assert rig.decoder.batch_sizes == [1]
+    assert rig.engine._nodes[NODE].graphs.num_buckets == 0
+    rig.check()
+    rig.open(0, PROMPTS[0], GREEDY)
+    rig.generate([0], 6)
+    assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 6)
+
+
+def test_a_capture_that_fails_ends_start_up_by_name():
+    class Unready(TinyDecoder):
+        def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+            raise RuntimeError("no kernel for this shape")
+
+    with pytest.raises(CaptureError, match="LLM 'decode' at 2 rows failed: no kernel"):
+        EngineRig({NODE: Unready()}, capture_sizes=(2,))
+
+    class Other(TinyDecoder):
+        def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+            return (CudaGraphConfig("decode", capture_batch_sizes=(1,)),)
+
+    with pytest.raises(CaptureError, match="CudaGraphConfig of walk 'decode'"):
+        EngineRig({NODE: Other()})

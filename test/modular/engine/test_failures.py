@@ -1,0 +1,163 @@
+"""What fails whom: a forward that raises, memory that runs out, rows that may not share a forward."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from support.engine_rig import EngineRig, prompts, take
+from support.tiny_decoder import NODE, TinyDecoder
+
+from mstar.communication.messages import SamplingParams
+from mstar.engine.submodule import EngineInputs, NodeOutputs
+from mstar.platforms.executor import ThreadedExecutor
+
+PROMPTS = prompts(6, seed=5)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_an_exception_in_a_forward_fails_its_rows_and_nobody_else(threaded: bool):
+    rig = EngineRig(executor=ThreadedExecutor() if threaded else None)
+    for handle in range(4):
+        rig.open(handle, PROMPTS[handle])
+    rig.prefill(0, 1, 2, 3)
+    rig.decoder.fail = [ValueError("shapes")]
+    step = rig.decode(1, 3)
+    assert step.failed.keys() == {1, 3}
+    assert "the forward of LLM failed: ValueError: shapes" in step.failed[1]
+    assert isinstance(step.error, ValueError)
+    assert rig.engine.check_stop(step) == []
+    for handle in (1, 3):
+        rig.engine.close(handle)
+        del rig.out[handle]
+    rig.decode(0, 2)
+    assert rig.out[2] == rig.decoder.reference_greedy(PROMPTS[2], 2)
+    rig.close_all()
+    rig.executor.close()
+
+
+def test_nan_logits_fail_their_row_and_the_row_planned_ahead_is_harmless():
+    rig = EngineRig()
+    for handle in range(3):
+        rig.open(handle, [5, 6, handle + 10])
+    rig.decoder.poison_token = 11
+    cur = rig.arm(take("prefill", [0, 1, 2]))
+    rig.engine.submit(cur)
+    nxt = rig.arm(take("decode", [0, 1, 2]))  # planned before anybody knows
+    rig.end(cur)
+    assert cur.failed.keys() == {1}
+    rig.engine.abandon(nxt)
+    rig.engine.close(1)
+    del rig.out[1]
+    for _ in range(5):
+        rig.decode(0, 2)
+    for handle in (0, 2):
+        assert rig.out[handle] == rig.decoder.reference_greedy([5, 6, handle + 10], 6)
+    rig.close_all()
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried ..."),
+]
+PENALIZED = SamplingParams(temperature=0.0, frequency_penalty=0.7, num_logprobs=2, max_tokens=24)
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_out_of_memory_is_tried_again_in_two_halves(error: BaseException):
+    rigs = [EngineRig(), EngineRig()]
+    for rig in rigs:
+        for handle in range(5):
+            rig.open(handle, PROMPTS[handle], PENALIZED)
+    calm, short = rigs
+    calm.generate(range(5), 6)
+    short.decoder.fail = [error]
+    first = short.prefill(0, 1, 2, 3, 4)
+    assert not first.failed and first.outputs.logprobs is not None
+    assert [entry is not None for entry in map(first.outputs.logprobs.__getitem__, range(5))] == [True] * 5
+    for _ in range(5):
+        short.decoder.fail = [error]
+        short.decode(0, 1, 2, 3, 4)
+    assert short.decoder.batch_sizes == [5, 3, 2] * 6
+    assert short.out == calm.out  # tokens, counts and positions are those of whole steps
+
+
+def test_a_half_that_does_not_fit_either_fails_alone():
+    rig = EngineRig()
+    for handle in range(4):
+        rig.open(handle, PROMPTS[handle])
+    rig.prefill(0, 1, 2, 3)
+    whole = torch.OutOfMemoryError("whole")
+    rig.decoder.fail = [torch.OutOfMemoryError("first half"), whole]
+    step = rig.decode(0, 1, 2, 3)
+    assert step.failed.keys() == {0, 1} and "out of memory" in step.failed[0]
+    assert rig.out[2] == rig.decoder.reference_greedy(PROMPTS[2], 2)
+    assert rig.out[3] == rig.decoder.reference_greedy(PROMPTS[3], 2)
+    rig.decoder.fail = [torch.OutOfMemoryError("b"), torch.OutOfMemoryError("a"), whole]
+    step = rig.decode(2, 3)
+    assert step.failed.keys() == {2, 3} and isinstance(step.error, MemoryError)
+    rig.close_all()
+
+
+class Alone(TinyDecoder):
+    """Prompts of different lengths may not share a forward."""
+
+    def can_batch(self, graph_walk: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> bool:
+        return len({shape.get("media") for shape in shapes}) == 1
+
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+        made = dict(super().forward_batched(graph_walk, inputs))
+        if "media" in inputs.tensors:
+            made["echo"] = inputs.tensors["media"] * 2
+        return made
+
+
+def test_rows_that_cannot_share_a_forward_run_one_after_the_other():
+    rig = EngineRig({NODE: Alone()})
+    for handle in range(4):
+        rig.open(handle, PROMPTS[handle])
+    shapes = [(2, 3), (4,), (2, 3), (1, 1)]
+    media = [rig.store.put(torch.full(shape, float(row + 1))) for row, shape in enumerate(shapes)]
+    step = rig.arm(take("prefill", [0, 1, 2, 3], media=media))
+    rig.engine.submit(step)
+    assert rig.decoder.batch_sizes == [1, 1, 1, 1]
+    rig.engine.finish(step)
+    for row, tensor_id in enumerate(step.outputs.ids_of(step.parts[0])["echo"]):
+        assert torch.equal(rig.store.get(tensor_id), torch.full(shapes[row], 2.0 * (row + 1)))
+    expected = [rig.decoder.reference_greedy(PROMPTS[handle], 1)[0] for handle in range(4)]
+    assert step.host("token").tolist() == expected
+    rig.decoder.batch_sizes.clear()
+    rig.decode(3, 1, 0)
+    assert rig.decoder.batch_sizes == [3]
+    assert rig.out[1] == rig.decoder.reference_greedy(PROMPTS[1], 2)[1:]
+
+
+def test_wrong_row_counts_and_host_signals_are_named():
+    class Wrong(TinyDecoder):
+        def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+            made = dict(super().forward_batched(graph_walk, inputs))
+            return made | ({"hidden": torch.zeros(7, 2)} if graph_walk == "decode" else {"token": [torch.zeros(1)]})
+
+    rig = EngineRig({NODE: Wrong()})
+    rig.open(0, PROMPTS[0])
+    assert "host signal 'token'" in rig.prefill(0).failed[0]
+    assert "output 'hidden' has 7 rows for a step of 1" in rig.decode(0).failed[0]
+
+
+def test_stop_decisions_leave_failed_rows_out_and_count_within_their_part():
+    rig = EngineRig()
+    first = TinyDecoder().reference_greedy([5, 6], 1)[0]
+    rig.open(0, [9, 9])
+    rig.prefill(0)
+    for handle, prompt in ((1, [1, 2, 11]), (2, [5, 6])):
+        rig.open(handle, prompt, SamplingParams(temperature=0.0, stop_token_ids=tuple({first, 0, 60}), max_tokens=24))
+    rig.decoder.poison_token = 11
+    step = rig.arm(take("decode", [0]), take("prefill", [1, 2]))
+    rig.engine.submit(step)
+    rig.engine.finish(step)
+    assert step.failed.keys() == {1}
+    ((part, decision),) = rig.engine.check_stop(step)
+    assert part.taken.key.walk == "prefill"
+    assert decision.index.tolist() == [1] and decision.finish
+    assert np.isin(step.host("token")[2], [first])
