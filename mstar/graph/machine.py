@@ -116,8 +116,8 @@ class RowMachine:
             many = row.program.many[arrival.position]
             self._fill(row, arrival.position, [one for one in ids if one != NO_TENSOR] if many else ids[0])
         elif arrival.signal:
-            many = arrival.signal in row.partition.list_signals
-            self.keep(row.request, row.partition, arrival.signal, ids if many else ids[0])
+            value = ids[0] if len(ids) == 1 else ids
+            self.keep(row.request, row.partition, arrival.signal, value)
 
     def keep(self, request: RequestState, partition: PartitionProgram, signal: str, value: Value) -> None:
         """Bind a persisted signal, for walks entered from now on. An absent value changes nothing."""

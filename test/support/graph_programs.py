@@ -10,6 +10,8 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from support.graph_behaviour import Behaviour
+
 from mstar.graph.base import (
     EMIT_TO_CLIENT,
     EMPTY_DESTINATION,
@@ -23,7 +25,6 @@ from mstar.graph.base import (
 )
 from mstar.streaming.chunk_policy import fixed, left_context, sliding
 from mstar.streaming.topology import Connection, Partition, PartitionTopology
-from support.graph_behaviour import Behaviour
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Grower:
         partitions = {"A": plans["A"]}
         connections: list[Connection] = []
         if self.streams:
-            partitions["B"] = [f"B{i}" for i in range(rng.randint(1, 2))]
+            partitions["B"] = [f"B{i}" for i in range(rng.randint(1, min(2, len(plans["A"]))))]
             if rng.random() < 0.4:
                 plans["D"] = partitions["D"] = ["D0"]
         for partition, walks in partitions.items():
@@ -107,8 +108,7 @@ class Grower:
                 kept += self._grow_walk(partition, walk, kept)
             self._take_kept(walks, kept)
         if self.streams:
-            for consumer in list(partitions)[1:]:
-                connections.append(self._connect(consumer, partitions))
+            connections = [self._connect(consumer, partitions) for consumer in list(partitions)[1:]]
             if rng.random() < 0.3:
                 plans["A"] = plans["A"] * 2
         names = [name for name in self.signals if rng.random() < 0.15]
@@ -168,19 +168,19 @@ class Grower:
             loop.body = self._section((*path, (True, 0)), (*around, loop), depth + 1)
             return loop
         made = ListDraft(path, around, kind < 0.85)
-        made.parts = [
-            self._section((*path, (made.ordered, i)), around, depth + 1) for i in range(rng.randint(1, 3))
-        ]
+        made.parts = [self._section((*path, (made.ordered, i)), around, depth + 1) for i in range(rng.randint(1, 3))]
         return made
 
     def _add_input(self, root: Draft, node: NodeDraft, partition: str, kept: list[str]) -> None:
         rng = self.rng
         scopes: list[LoopDraft | None] = [None, *node.around]
-        bases = [("external", None, 0)]
-        for level, scope in enumerate(scopes):
-            for unit in _direct(root, scope):
-                if not _contains(unit, node) and _written_before(unit, node):
-                    bases.append(("edge", unit, level))
+        bases: list[tuple[str, Unit | None, int]] = [("external", None, 0)]
+        bases += [
+            ("edge", unit, level)
+            for level, scope in enumerate(scopes)
+            for unit in _direct(root, scope)
+            if not _contains(unit, node) and _written_before(unit, node)
+        ]
         kind, producer, base = rng.choice(bases)
         name = self._name("x")
         optional = rng.random() < 0.2
@@ -189,7 +189,7 @@ class Grower:
             free = [one for one in kept if one not in self.used]
             if free and rng.random() < 0.6:
                 name = rng.choice(free)
-                optional = True    # the walk that persists it may not have come first
+                optional = True  # the walk that persists it may not have come first
             elif not optional or rng.random() < 0.5:
                 self.request_inputs[partition].append(name)
             self.used.add(name)
@@ -206,7 +206,7 @@ class Grower:
 
     def _output(self, unit: Unit, name: str, to: str, **more: object) -> bool:
         """Make the unit produce a signal; a loop passes on that of a unit in it."""
-        edge = GraphEdge(to, name, **more)    # type: ignore[arg-type]
+        edge = GraphEdge(to, name, **more)  # type: ignore[arg-type]
         if any((own.next_node, own.name) == (to, name) for own in unit.edges):
             return False
         if isinstance(unit, LoopDraft):
@@ -235,20 +235,14 @@ class Grower:
         for walk in partitions["A"]:
             main = next(one for one in _nodes(self.drafts[walk]) if one.name == "A.main")
             unit = rng.choice([main, *main.around])
-            for loop in main.around[: main.around.index(unit) if isinstance(unit, LoopDraft) else 0]:
-                assert loop is not unit
             self._stream_from(main, unit, signal, consumer, node)
         for walk in partitions[consumer]:
             next(one for one in _nodes(self.drafts[walk]) if one.name == node).inputs.append(signal)
         policy = rng.choice(
             (fixed(1), fixed(3), sliding(4, 2), sliding(3, 3), left_context(2, 3, first=1), left_context(3, 1))
         )
-        tags: tuple[tuple[str, str], ...] = tuple((walk, rng.choice(partitions[consumer])) for walk in partitions["A"])
-        unnamed = set(partitions[consumer]) - {tag for _, tag in tags}
-        if consumer == "B" and unnamed:
-            for walk in unnamed:
-                del self.drafts[walk]
-            partitions[consumer][:] = [walk for walk in partitions[consumer] if walk not in unnamed]
+        taken = partitions[consumer]
+        tags = tuple((walk, taken[i % len(taken)]) for i, walk in enumerate(partitions["A"]))
         longest = max(policy.stride, policy.first or 0) + policy.context
         return Connection("A", consumer, node, signal, policy, tags, credit=longest + rng.choice((1, 2, 100)))
 
@@ -326,7 +320,9 @@ def _may_follow(unit: Unit, node: NodeDraft) -> bool:
 def _freeze(draft: Draft | None) -> GraphSection:
     match draft:
         case NodeDraft():
-            return GraphNode(draft.name, tuple(draft.inputs), tuple(draft.edges), optional_inputs=frozenset(draft.optional))
+            return GraphNode(
+                draft.name, tuple(draft.inputs), tuple(draft.edges), optional_inputs=frozenset(draft.optional)
+            )
         case LoopDraft():
             accumulated = frozenset(draft.accumulated)
             return Loop(_freeze(draft.body), draft.limit, tuple(draft.edges), draft.name, accumulated)

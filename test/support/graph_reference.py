@@ -47,6 +47,7 @@ class Stream:
     connection: Connection
     items: list[tuple[int, str]] = field(default_factory=list)
     chunks: list[tuple[list[int], str]] | None = None
+    num_taken: int = 0
 
     def next_tag(self) -> str | None:
         """The walk that the next chunk is for; None after the last."""
@@ -56,7 +57,10 @@ class Stream:
     def take(self, walk: str | None) -> list[int]:
         """The next chunk, if it is for `walk` (None: whatever it is for)."""
         left = self._left()
-        return left.pop(0)[0] if left and walk in (None, left[0][1]) else []
+        if not left or walk not in (None, left[0][1]):
+            return []
+        self.num_taken += 1
+        return left.pop(0)[0]
 
     def _left(self) -> list[tuple[list[int], str]]:
         if self.chunks is None:
@@ -111,7 +115,11 @@ class Reference:
                     tags = [tag for stream in own if (tag := stream.next_tag()) is not None]
                     if not tags:
                         break
+                    before = [stream.num_taken for stream in own]
                     self._run_walk(tags[0], number)
+                    for stream, taken in zip(own, before, strict=True):
+                        if stream.num_taken == taken:
+                            stream.take(tags[0])  # a pass uses a chunk even if its node was in a skipped loop
             else:
                 for walk in plans.get(partition.name, ()):
                     self._run_walk(walk, 0)
