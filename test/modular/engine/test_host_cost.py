@@ -3,14 +3,23 @@
 import time
 
 import numpy as np
+import torch
 from support.engine_rig import EngineRig, take
+from support.tiny_decoder import NODE, VOCAB, TinyDecoder
 
 from mstar.communication.messages import SamplingParams
+from mstar.engine.submodule import EngineInputs, NodeOutputs
+
+
+class NoForward(TinyDecoder):
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+        assert inputs.last is not None
+        return {"token": self.head.sampler.sample(torch.zeros(inputs.last.shape[0], VOCAB))}
 
 
 def planning_us(rows: int, params: SamplingParams) -> float:
     """Median of build, admit, plan and advance for a decode step."""
-    rig = EngineRig(max_rows=rows, max_seq_len=256, capacity=rows, debug_poison=False)
+    rig = EngineRig({NODE: NoForward()}, max_rows=rows, max_seq_len=256, capacity=rows, debug_poison=False)
     for handle in range(rows):
         rig.open(handle, [1 + handle % 50], params)
     rig.prefill(*range(rows))
