@@ -1,4 +1,5 @@
-"""The running server on the real SmolLM2: greedy tokens under load as in transformers, seeded draws alone and batched."""
+"""The running server on the real SmolLM2: greedy tokens under load as in transformers, seeded draws alone and in a
+batch."""
 
 import asyncio
 import random
