@@ -1,6 +1,6 @@
 """A tiny Llama whose forwards take as long as its checkpoint's configuration says, for tests of processes and time.
 
-`forward_delay_s`: added to every forward. `stall_tokens`, `stall_s`: a step with exactly that many tokens takes so long.
+`forward_delay_s`: added to every forward. `stall_tokens`, `stall_s`: a step with so many tokens takes so long.
 """
 
 import json
