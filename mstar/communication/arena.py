@@ -290,7 +290,7 @@ def reclaim(instance: str, rank: int, incarnation: int, *, directory: Path = SHM
 
 def reclaim_stale(*, directory: Path = SHM_DIR) -> int:
     """Removes the files of this user whose owners are dead, of any instance; returns how many there were."""
-    name = re.compile(re.escape(owned_prefix()) + r"[0-9a-f]+-(w\d+|front)-\d+-\d+")
+    name = re.compile(re.escape(owned_prefix()) + r"[0-9a-z]+-(w\d+|front)-\d+-\d+")
     num_removed = 0
     for path in sorted(directory.glob(f"{owned_prefix()}*")):
         fd = try_own(path) if name.fullmatch(path.name) else None

@@ -229,12 +229,13 @@ def test_what_a_killed_owner_leaves_is_reclaimed(instance: str) -> None:
 
 def test_leftovers_of_dead_instances_are_found_by_their_locks(instance: str, tmp_path: Path) -> None:
     alive = small(instance, tmp_path)
-    dead = tmp_path / f"mstar-{os.getuid()}-deadbeef-w0-1-1"
-    dead.write_bytes(b"x")
+    dead = [tmp_path / f"mstar-{os.getuid()}-{name}-w0-1-1" for name in ("deadbeef", "local7f00")]
+    for path in dead:
+        path.write_bytes(b"x")
     unrelated = tmp_path / f"mstar-{os.getuid()}-notes"
     unrelated.write_bytes(b"x")
-    assert reclaim_stale(directory=tmp_path) == 1
-    assert not dead.exists()
+    assert reclaim_stale(directory=tmp_path) == 2
+    assert not any(path.exists() for path in dead)
     assert unrelated.exists()
     assert len(files_of(instance, tmp_path)) == 1
     alive.close()
