@@ -101,8 +101,10 @@ class Recording(TorchDispatchMode):
         if not all(isinstance(each, Tensor) for each in _leaves(results)):
             raise RecordError(f"{func} hands values of tensors to Python, which a tape cannot repeat")
         aliases = [r.alias_info for r in func._schema.returns]
-        if not (aliases and all(alias is not None and not alias.is_write for alias in aliases)):  # not a view
-            fresh = [t for t, alias in zip(_leaves(results), aliases, strict=False) if alias is None]
+        copies = any(alias is None or alias.is_write for alias in aliases) or not aliases
+        if copies or not _shares_memory(results, (args, tuple(kwargs.values()))):
+            writes = [alias is not None and alias.is_write for alias in aliases]
+            fresh = [t for t, written in zip(_leaves(results), writes, strict=False) if not written]
             self._tape.append_torch(lambda: _repeat(func, args, kwargs, fresh))
         return results
 
@@ -111,6 +113,12 @@ def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fresh: lis
     """Run a torch operation again and bring what it makes to where it was made the first time."""
     for kept, result in zip(fresh, _leaves(func(*args, **kwargs)), strict=False):
         kept.copy_(result)
+
+
+def _shares_memory(results: Any, inputs: Any) -> bool:
+    """True for a view. An operation such as `to` or `reshape` may return one or a copy, and only the result tells."""
+    owners = {each.untyped_storage().data_ptr() for each in _leaves(inputs) if isinstance(each, Tensor)}
+    return all(each.untyped_storage().data_ptr() in owners for each in _leaves(results))
 
 
 def _index_has_fixed_shape(func: Any, args: tuple[Any, ...]) -> bool:

@@ -104,6 +104,20 @@ def test_torch_operations_replay_between_kernels(compiled: str) -> None:
         assert torch.equal(kept, fresh)
 
 
+def test_an_operation_that_may_be_a_view_replays_where_it_copied(compiled: str) -> None:
+    whole, square = torch.arange(6, dtype=torch.int32), torch.arange(6.0).view(2, 3)
+
+    def forward() -> tuple[Tensor, ...]:
+        return whole.long(), whole.int()[1:], square.t().reshape(-1), square.flatten(), square.t().contiguous()
+
+    tape, results = ops.record(forward)
+    whole.add_(10)
+    square.mul_(3)
+    tape.replay()
+    for kept, fresh in zip(results, forward(), strict=True):
+        assert torch.equal(kept, fresh)
+
+
 def test_temporaries_share_memory_and_results_keep_theirs(compiled: str) -> None:
     packed = ops.pack_linear(torch.randn(256, 256))
     x = torch.randn(4, 256)
