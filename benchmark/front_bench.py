@@ -237,7 +237,7 @@ def run(num_streams: int, step_ms: float, seconds: float, repeats: int) -> dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="CPU time of the front process per streamed token")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--step-ms", type=float, default=15.0, help="time between two tokens of a stream")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of one repeat")

@@ -34,11 +34,11 @@ ERROR_STATUSES = (400, 401, 404, 413, 429, 499, 500, 503, 504)
 _described: list[type[BaseModel]] = []
 
 
-def describe(schema: type[BaseModel] | None, summary: str, *, streams: bool = False) -> dict[str, Any]:
-    """Keyword arguments of a route: its body, its answers, its errors."""
+def describe(schema: type[BaseModel] | None, summary: str, *, text: str | None = None) -> dict[str, Any]:
+    """Keyword arguments of a route: its body, its answers, its errors. `text`: a media type that it answers with too."""
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    if text is not None:
+        answer[text] = {"schema": {"type": "string"}}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer", "content": answer}}
     for status in ERROR_STATUSES:
         content = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}

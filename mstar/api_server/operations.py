@@ -41,7 +41,7 @@ async def version() -> Response:
     return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
 
-@router.get("/metrics", **describe(None, "Prometheus metrics"))
+@router.get("/metrics", **describe(None, "Prometheus metrics", text="text/plain"))
 async def metrics(request: Request) -> Response:
     front = front_of(request)
     return Response(render(front.handle), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -1,7 +1,7 @@
 """A scripted worker: a real peer on a real bus, with a script where a model would be.
 
-It opens, runs, stops and removes requests as a worker does, one token of every running request per step, one message per
-step; `script` says which tokens a request samples. It ends a request at its end tokens and limits and reports exact
+It opens, runs, stops and removes requests as a worker does, one token of every running request per step, one message
+per step; `script` says which tokens a request samples. It ends a request at its end tokens and limits and reports exact
 counts. It runs on an asyncio loop, its own or the front's.
 """
 
@@ -33,6 +33,7 @@ from mstar.communication.messages import (
 )
 from mstar.communication.wire import schema_hash
 
+BEAT_S = 0.1
 Script = Callable[[OpenRequest], Iterable[int]]
 
 
@@ -50,8 +51,8 @@ class Row:
 
 @dataclass
 class FakeWorker:
-    """`signal`: the emitted signal. `step_s`: pause between steps. `is_paused`: no steps while true. `received`: every
-    message from the front. `num_open`: requests that hold something here."""
+    """`signal`: the emitted signal. `step_s`: pause between steps. `is_paused`: no steps while true. `is_silent`: no
+    heartbeats. `received`: every message from the front. `num_open`: requests that hold something here."""
 
     bus: Bus[ToWorker]
     script: Script
@@ -60,8 +61,10 @@ class FakeWorker:
     signal: str = "token"
     step_s: float = 0.0
     is_paused: bool = False
+    is_silent: bool = False
+    is_ended: bool = False
     max_total_tokens: int = 0
-    logprobs: Callable[[int, SamplingParams], TokenLogprobs] | None = None
+    logprobs: Callable[[int, SamplingParams], TokenLogprobs | None] | None = None
     received: list[ToWorker] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
@@ -81,12 +84,14 @@ class FakeWorker:
         )
         ready = Ready(rank=self.rank, incarnation=self.incarnation, plan=(), max_total_tokens=self.max_total_tokens)
         self.say(hello, ready)
-        self.beat()
+        self._keep_beating()
 
     def say(self, *messages: Message) -> None:
         self.bus.send(peer_name(FRONT_RANK), messages)
 
     def beat(self, step_age_s: float = 0.0) -> None:
+        if self.is_silent:
+            return
         gauges = {
             "mstar_handles": float(self.num_open),
             "mstar_running_rows": float(len(self.rows)),
@@ -95,6 +100,11 @@ class FakeWorker:
             'mstar_steps_total{kind="fresh"}': 1.0,
         }
         self.say(Heartbeat(rank=self.rank, incarnation=self.incarnation, step_age_s=step_age_s, gauges=gauges))
+
+    def _keep_beating(self) -> None:
+        if self._loop is not None and not self.is_ended:
+            self.beat()
+            self._loop.call_later(BEAT_S, self._keep_beating)
 
     def fail(self, rid: str, message: str, code: int = 500) -> None:
         self.rows.pop(rid, None)

@@ -102,7 +102,7 @@ class RunningFront:
 
     def __enter__(self) -> "RunningFront":
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.base_url = "http://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.base_url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._is_up = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -124,8 +124,14 @@ class RunningFront:
     def reply(self, text: str, *, ends: bool = True) -> None:
         """From now on every request samples the tokens of `text`, then (`ends`) the end token."""
         ids = self.tokenizer.encode(text).ids
-        end = [self.tokenizer.token_to_id("<|im_end|>")] if ends else []
-        self.worker.script = lambda _: [*ids, *end]
+        if ends:
+            ids.append(self.end_token())
+        self.worker.script = lambda _: ids
+
+    def end_token(self) -> int:
+        token = self.tokenizer.token_to_id("<|im_end|>")
+        assert token is not None
+        return token
 
     def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}

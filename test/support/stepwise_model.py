@@ -53,7 +53,7 @@ class StepwiseModel(Model):
     def next_walk(self, partition: str, state: PartitionState) -> WalkStep | Done:
         if "speak" in state.walks_done:
             return Done()
-        is_thinking = len(state.walks_done) < state.step_metadata.get("thoughts", 1)
+        is_thinking = len(state.walks_done) < int(state.step_metadata.get("thoughts", 1))
         return WalkStep("think" if is_thinking else "speak")
 
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:

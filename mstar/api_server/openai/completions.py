@@ -19,7 +19,7 @@ from mstar.api_server.openapi import describe
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **describe(ChatRequest, "Answer a conversation", streams=True))
+@router.post("/v1/chat/completions", **describe(ChatRequest, "Answer a conversation", text="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, ChatRequest)
@@ -28,7 +28,7 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, front, asked, ChatShape, "chatcmpl-")
 
 
-@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", streams=True))
+@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", text="text/event-stream"))
 async def completions(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, CompletionRequest)

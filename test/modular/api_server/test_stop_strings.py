@@ -1,5 +1,7 @@
 """Stop strings in text that comes in pieces, against an implementation that sees the whole text at once."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def could_become_stop(text: str, stops: list[str]) -> int:
 
 def pieces_of(text: str, borders: list[int]) -> list[str]:
     cuts = [0, *sorted(border % (len(text) + 1) for border in borders), len(text)]
-    return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(cuts)]
 
 
 letters = st.text(alphabet="ab\n", max_size=24)

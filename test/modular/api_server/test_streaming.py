@@ -24,7 +24,9 @@ def text_of(choice: dict) -> str:
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("stop", [None, "France is", "is Par", "\n    in", "pital", "😀 na", ["zzz", "Paris.\n"], "never"])
+@pytest.mark.parametrize(
+    "stop", [None, "France is", "is Par", "\n    in", "pital", "😀 na", ["zzz", "Paris.\n"], "never"]
+)
 def test_stream_and_whole_answer_agree(front: RunningFront, route: str, stop: object):
     """A1, A2, A3, A4: a stop string is found wherever tokens end, nothing of it is shown, a held tail is flushed."""
     expected = REPLY

@@ -1,4 +1,4 @@
-"""Text of tokens, one at a time: equal to one decode of all, never half a character, cut and counted at stop strings."""
+"""Text of tokens, one at a time: equal to one decode of all, no character split, cut and counted at stop strings."""
 
 from functools import cache
 
@@ -101,10 +101,10 @@ def test_a_character_cut_off_by_the_limit_is_not_shown():
     assert deltas(tokenizer, [*tokenizer.encode("ok").ids, first_byte])[-2:] == ["", ""]
 
 
-def run(tokenizer: Tokenizer, ids: list[int], stops: list[str], ends: tuple[int, ...] = ()) -> tuple[list[str], ChoiceText]:
-    choice: ChoiceText[int] = ChoiceText(
-        tokenizer, end_tokens=ends, stops=StopAutomaton(stops) if stops else None
-    )
+def run(
+    tokenizer: Tokenizer, ids: list[int], stops: list[str], ends: tuple[int, ...] = ()
+) -> tuple[list[str], ChoiceText]:
+    choice: ChoiceText[int] = ChoiceText(tokenizer, end_tokens=ends, stops=StopAutomaton(stops) if stops else None)
     parts = [choice.push(token) for token in ids]
     parts.append(choice.finish().text)
     return parts, choice

@@ -74,7 +74,9 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing():
 
 
 def test_choice_seeds_are_distinct_reproducible_and_non_negative():
-    seeds = {(seed, index): choice_seed(seed, index) for seed in (-(2**63), -1, 0, 1, 7, 2**63 - 1) for index in range(128)}
+    seeds = {
+        (seed, index): choice_seed(seed, index) for seed in (-(2**63), -1, 0, 1, 7, 2**63 - 1) for index in range(128)
+    }
     assert len(set(seeds.values())) == len(seeds)
     assert all(0 <= value < 2**63 for value in seeds.values())
     assert choice_seed(7, 3) == seeds[7, 3]

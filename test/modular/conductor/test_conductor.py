@@ -256,8 +256,7 @@ def test_whatever_the_order_every_request_ends_once_and_is_forgotten(
     streams = [rig.submit(num_choices=rng.randint(1, 3)) for _ in range(num_requests)]
     script = []
     for record in list(rig.conductor.requests):
-        for rank in record.ranks:
-            script.append(("opened", record.rid, rank))
+        script += [("opened", record.rid, rank) for rank in record.ranks]
         counts = {rank: rng.randint(0, 3) for rank in record.ranks}
         for rank, count in counts.items():
             script += [("emit", record.rid, rank)] * count
