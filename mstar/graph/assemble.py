@@ -249,7 +249,7 @@ class WalkAssembler:
             ),
             persists=(self._persist_op(signal.name, takers),) if signal.persisted else (),
             live_ok=may_be_live(signal, takers, self._takes_list)
-            and not (signal.persisted and signal.name in self._partition.list_signals),
+            and not (signal.persisted and signal.name in self._partition.list_signals | self._partition.list_inputs),
         )
 
     def _stream_op(self, signal: str, node: str, partition: str | None) -> StreamOp:

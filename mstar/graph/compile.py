@@ -154,11 +154,8 @@ def _pass_name(walk: str) -> str:
     return f"<pass of {walk}>"
 
 
-def _is_list(signals: WalkSignals, name: str) -> bool:
-    """The walk persists a list under the name, or an input bound to it may be renewed by a list."""
-    kept = signals.persisted.get(name)
-    if kept is not None and kept.many:
-        return True
+def _renewed_by_list(signals: WalkSignals, name: str) -> bool:
+    """An input of the walk by that name may be renewed by a list."""
     nodes = [node for node in signals.layout.nodes.values() if name in node.node.input_names]
     return any(signal.many for node in nodes for signal in signals.feeding(node, name))
 
@@ -186,7 +183,12 @@ def _partition(
         externals=frozenset(takers),
         streams_in=tuple(stream.index for stream in coming),
         streams_out=tuple(stream.index for stream in streams if stream.producer == partition.name),
-        list_signals=frozenset(name for walk in partition.walks for name in takers if _is_list(signals[walk], name)),
+        list_signals=frozenset(
+            name for walk in partition.walks for name, signal in signals[walk].persisted.items() if signal.many
+        ),
+        list_inputs=frozenset(
+            name for walk in partition.walks for name in takers if _renewed_by_list(signals[walk], name)
+        ),
         lead_rank=coming[0].consumer_rank if partition.stream_fed else -1,
         markers=markers,
     )

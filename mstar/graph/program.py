@@ -229,6 +229,8 @@ class PartitionProgram:
     streams_out: tuple[int, ...]
     list_signals: frozenset[str]
     """Persisted signals that hold a list."""
+    list_inputs: frozenset[str]
+    """Names of persisted signals that some input takes as the first of values of which the later ones are lists."""
     lead_rank: int
     """Stream-fed: the worker where the streams arrive, which starts the passes; otherwise -1."""
     markers: PassMarkers | None = None
