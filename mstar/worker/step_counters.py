@@ -6,27 +6,41 @@ Runs on the worker's loop thread; the finished dictionary is swapped in whole fo
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from itertools import accumulate
+
+import numpy as np
 
 from mstar.engine.execution import Step
 from mstar.worker.heartbeat import StepAge
 
 REFRESH_NS = 100_000_000
+ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Upper bounds of the histogram of rows per step."""
 
 
 class StepCounters:
     """`speculated` steps were composed before the end of the step before them, by timestamps; `fresh` ones were not;
-    `abandoned` ones were never submitted."""
+    `abandoned` ones were never submitted. `num_prefill_tokens`: prompt tokens that submitted steps computed."""
 
     def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
         self._gauges = gauges
+        self._steps_by_rows = [0] * (len(ROW_BOUNDS) + 1)
+        self._num_rows = 0
         self._refreshed_ns = 0
         self.speculated = 0
         self.fresh = 0
         self.num_abandoned = 0
-        self.prefill_tokens = 0
+        self.num_prefill_tokens = 0
 
     def submitted(self, step: Step, before: Step | None) -> None:
+        self._steps_by_rows[bisect_left(ROW_BOUNDS, step.num_rows)] += 1
+        self._num_rows += step.num_rows
+        columns = step.columns
+        missing = columns.num_prompt - columns.lengths
+        if missing.max(initial=0) > 0:
+            self.num_prefill_tokens += int(np.minimum(np.maximum(missing, 0), step.spans).sum())
         ended_ns = before.event.ended_ns if before is not None and before.event is not None else None
         if ended_ns is not None and (ended_ns == 0 or step.composed_ns < ended_ns):
             self.speculated += 1
@@ -36,15 +50,28 @@ class StepCounters:
     def abandoned(self) -> None:
         self.num_abandoned += 1
 
-    def due(self) -> bool:
-        return time.monotonic_ns() - self._refreshed_ns > REFRESH_NS
+    def refresh_if_due(self, age: StepAge) -> None:
+        """Publish while the worker is busy, a few times a second."""
+        if time.monotonic_ns() - self._refreshed_ns > REFRESH_NS:
+            self.refresh(age)
 
     def refresh(self, age: StepAge) -> None:
         """Publish all gauges of the worker."""
         self._refreshed_ns = time.monotonic_ns()
         age.gauges = {
             **self._gauges(),
+            **self._row_histogram(),
+            "mstar_prefill_tokens_computed_total": float(self.num_prefill_tokens),
             'mstar_steps_total{kind="speculated"}': float(self.speculated),
             'mstar_steps_total{kind="fresh"}': float(self.fresh),
             'mstar_steps_total{kind="abandoned"}': float(self.num_abandoned),
+        }
+
+    def _row_histogram(self) -> dict[str, float]:
+        bounds = [*map(str, ROW_BOUNDS), "+Inf"]
+        below = accumulate(self._steps_by_rows)
+        histogram = {f'mstar_step_rows_bucket{{le="{le}"}}': float(n) for le, n in zip(bounds, below, strict=True)}
+        return histogram | {
+            "mstar_step_rows_sum": float(self._num_rows),
+            "mstar_step_rows_count": float(sum(self._steps_by_rows)),
         }

@@ -58,6 +58,7 @@ class Worker:
         while not self._parts.inbox.closing:
             if not self.tick_once() and not self._parts.inbox.closing:
                 self._rest()
+            self._parts.counters.refresh_if_due(self._parts.age)
 
     def tick_once(self) -> bool:
         """One tick of the loop that this worker runs. False: there was nothing to do."""
@@ -287,7 +288,10 @@ class Worker:
         self._parts.outbox.close()
 
     def _rest(self) -> None:
-        """Nothing to run: publish the gauges and block until a message comes."""
+        """Nothing to run: publish the gauges and block until a message comes. What asked to leave in this tick goes in
+        the next one's teardown, so that is not slept over."""
+        if self._parts.inbox.leaving:
+            return
         self._parts.counters.refresh(self._parts.age)
         self._parts.outbox.rest()
         self._parts.bus.wait(None)

@@ -291,3 +291,12 @@ def test_every_batch_size_equals_its_rows_alone(tiny, tuning):
             instance.run()
             assert [instance.results[f"{size}.{index}"].tokens for index in range(size)] == expected[:size]
     instance.close()
+
+
+def test_prompt_tokens_are_counted_once(tiny, tuning):
+    instance = tiny.instance(tuning)
+    for index, length in enumerate((5, 31, 64)):
+        tiny.submit(instance, f"r{index}", tiny.prompt(length), max_tokens=7)
+    instance.run()
+    assert instance.parts[0].counters.num_prefill_tokens == 5 + 31 + 64
+    instance.close()
