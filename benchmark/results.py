@@ -1,0 +1,46 @@
+"""Where measurements are kept: one JSON file per harness under `benchmark/results/`, with what they were taken on."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mstar
+from mstar.platforms import current_platform
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What a number depends on besides the code."""
+    return {
+        "cores": current_platform.num_cores(),
+        "arch": current_platform.arch(),
+        "bf16": current_platform.has_bf16("cpu"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "mstar": mstar.__version__,
+    }
+
+
+def write_result(name: str, content: Mapping[str, Any]) -> Path:
+    """Write `benchmark/results/NAME.json`."""
+    RESULTS.mkdir(exist_ok=True)
+    file = RESULTS / f"{name}.json"
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    return file
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return {"median": round(median, 4), "min": round(ordered[0], 4), "max": round(ordered[-1], 4)}
