@@ -1,14 +1,16 @@
 """Captured walks: one `Bucket` per size, with static buffers of its own, and the look-up of the bucket for a step.
 
-Look-ups on the loop thread, `replay` on the executor. A capture is a closure over static tensors; on a CPU replaying
-means calling it, over the same padded buffers, so what padding can break shows there.
+Look-ups on the loop thread, `replay` on the executor. On a CPU a capture is a tape of the compiled kernels or, with
+torch kernels, the closure itself; both run over the same padded static buffers, so padding bugs show there.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -17,18 +19,31 @@ from mstar.engine.output_ring import poison_tensor
 from mstar.engine.staging import DeviceBlock, StagingLayout
 from mstar.engine.step_inputs import Found
 from mstar.engine.touched import Touched
+from mstar.kernels import ops
+from mstar.kernels.tape import RecordError
+
+log = logging.getLogger(__name__)
 
 
 class GraphHandle:
-    """A forward over static buffers, recorded once."""
+    """A forward over static buffers, recorded once. `is_recorded`: replaying runs no Python of the forward."""
 
     def __init__(self) -> None:
         self._run: Callable[[], None] | None = None
+        self.is_recorded = False
 
     def capture(self, run: Callable[[], None]) -> None:
-        """Run once, and keep it for `replay`. What `run` raises ends start-up."""
-        run()
-        self._run = run
+        """Run once, and keep it for `replay`. What `run` raises ends start-up; a forward that cannot be recorded is
+        kept as the closure that it is."""
+        try:
+            tape, _ = ops.record(run)
+        except RecordError as error:
+            log.debug("replayed as Python: %s", error)
+            run()
+            self._run = run
+        else:
+            self._run = tape.replay
+            self.is_recorded = True
 
     def replay(self) -> None:
         if self._run is None:
@@ -38,7 +53,8 @@ class GraphHandle:
 
 @dataclass(slots=True)
 class Bucket:
-    """`inputs` and `outputs`: static tensors `[bs, ...]` by name. `touched`: resources of the step being replayed."""
+    """`inputs` and `outputs`: static tensors `[bs, ...]` by name; `host`: what resources want on the host, static too.
+    `facts`: the plans of the resources that the capture was made with, by key."""
 
     key: BucketKey
     layout: StagingLayout
@@ -46,8 +62,13 @@ class Bucket:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     live_signals: frozenset[str] = frozenset()
-    touched: list[Touched] = field(default_factory=list)
+    host: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     graph: GraphHandle = field(default_factory=GraphHandle)
+
+    def replays(self, touched: Sequence[Touched]) -> bool:
+        """The step's plans ask for the forward that was captured."""
+        return all(item.resource.capturable(item.facts, self.facts[item.resource.key]) for item in touched)
 
     def accepts(self, found: Found) -> bool:
         """The step brings every declared input, stacked, with the declared row shapes and dtypes."""

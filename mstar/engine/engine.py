@@ -289,7 +289,7 @@ class Engine:
             bucket = node.graphs.lookup(plan.walk, plan.cg_key_info, num_rows)
             plan.bucket = bucket if bucket is not None and bucket.accepts(plan.found) else None
         self._stage(node, plan)
-        if plan.bucket is not None and not all(item.resource.capturable(item.facts) for item in plan.touched):
+        if plan.bucket is not None and not plan.bucket.replays(plan.touched):
             self._release_slot(node, plan)
             plan.bucket = None
             self._stage(node, plan)

@@ -83,27 +83,26 @@ def run_bucket(
     num_rows = plan.rows.handles.size
     values = stacked_inputs(found, lambda: _live(node, staged)[:num_rows]) if bucket.inputs else {}
     bucket.write_inputs({name: values[name] for name in bucket.inputs}, num_rows, poison=poison)
-    bucket.touched = plan.touched
     for item in plan.touched:
         item.resource.begin_forward(item.facts, staged)
     bucket.graph.replay()
     outputs = {name: tensor[:num_rows] for name, tensor in bucket.outputs.items()}
-    host = _host_outputs(plan.touched, num_rows)
+    host = {name: tensor[:num_rows] for name, tensor in bucket.host.items()}
     return StepResult(outputs, host, bucket.live_signals, [])
 
 
 def record_bucket(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor], touched: list[Touched]) -> None:
     """Capture the forward of `bucket` over `staged`, all of it sink rows."""
-    bucket.touched = touched
     for item in touched:
         item.resource.begin_forward(item.facts, staged)
+    bucket.facts = {item.resource.key: item.facts for item in touched}
     key = bucket.key
 
     def run() -> None:
         tokens = _live(node, staged) if key.num_tokens else None
         inputs = EngineInputs(key.bs, tokens, staged[fields.LAST], bucket.inputs, {}, staged[fields.ITERATIONS])
         outputs = node.submodule.forward_batched(key.walk, inputs)
-        for item in bucket.touched:
+        for item in touched:
             item.resource.end_forward(item.facts)
         bucket.live_signals = _live_signals(node, outputs)
         for name, value in outputs.items():
@@ -112,6 +111,7 @@ def record_bucket(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor
             if name not in bucket.outputs:
                 bucket.outputs[name] = torch.empty_like(value)
             bucket.outputs[name].copy_(value)
+        bucket.host = _host_outputs(touched, key.bs)
 
     bucket.graph.capture(run)
 

@@ -113,8 +113,8 @@ class Attention(Resource[AttentionStep]):
             self._numbers = np.arange(2 * size, dtype=np.int32)
         return self._numbers[:size]
 
-    def capturable(self, plan: AttentionFacts) -> bool:
-        return self.backend.caps().capturable
+    def capturable(self, plan: AttentionFacts, captured: AttentionFacts) -> bool:
+        return self.backend.caps().capturable and plan == captured
 
     def layer(self, index: int) -> LayerAttention:
         return LayerAttention(self.backend, self.kv.layer(index), self._num_heads, self._current)

@@ -93,8 +93,8 @@ class Resource(ABC, Generic[S]):
         declarations); returns host facts the forward needs. Lengths are those before the step. Touches no device."""
         return None
 
-    def capturable(self, plan: Any) -> bool:
-        """Whether this plan's forward is the one that a capture replays."""
+    def capturable(self, plan: Any, captured: Any) -> bool:
+        """Whether a forward captured with the plan `captured` (of no rows) does what `plan` asks for."""
         return True
 
     def advance(self, step: S, ctx: StepContext, txn: Transaction) -> None:

@@ -145,6 +145,9 @@ class PagedKV(Resource[KVStep]):
             slots[: ctx.num_tokens] = self.streams.slots(np.repeat(handles, spans), positions)
         return True
 
+    def capturable(self, plan: bool, captured: bool) -> bool:
+        return plan == captured
+
     def advance(self, step: KVStep, ctx: StepContext, txn: Transaction) -> None:
         if not step.write:
             return

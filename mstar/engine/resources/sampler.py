@@ -106,7 +106,7 @@ class Sampler(Resource[SamplerStep]):
                         ctx.staging[f"{self.key}.{name}.{field}"][: group.size] = values
         return plan
 
-    def capturable(self, plan: SamplingPlan) -> bool:
+    def capturable(self, plan: SamplingPlan, captured: SamplingPlan) -> bool:
         return plan.plain
 
     def advance(self, step: SamplerStep, ctx: StepContext, txn: Transaction) -> None:

@@ -15,6 +15,7 @@ from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, Cu
 from mstar.engine.cuda_graph_runner import Bucket, GraphHandle, GraphRunner
 from mstar.engine.staging import DeviceBlock, LayoutCache, StepShape
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns
+from mstar.kernels import ops
 
 PROMPTS = prompts(5, seed=9)
 
@@ -37,6 +38,22 @@ def test_the_smallest_bucket_that_holds_the_rows():
 def test_a_graph_is_captured_before_it_is_replayed():
     with pytest.raises(RuntimeError, match="captured before"):
         GraphHandle().replay()
+
+
+def test_what_cannot_be_recorded_is_replayed_as_python():
+    static, seen = torch.zeros(2), []
+
+    def forward() -> None:
+        seen.append(static.sum().item())  # a tape cannot hand values to Python
+
+    for choice in ("torch", "auto"):
+        ops.select_kernels(choice)
+        graph = GraphHandle()
+        graph.capture(forward)
+        static += 1
+        graph.replay()
+        assert not graph.is_recorded
+        assert seen[-1] == static.sum().item()
 
 
 class Flow(NodeSubmodule):

@@ -46,7 +46,7 @@ def test_poison_changes_every_kind_of_tensor(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("captured", [(), (4,)])
-def test_host_rows_and_stored_tensors_survive_the_next_submit(captured: tuple[int, ...]):
+def test_host_rows_and_stored_tensors_survive_the_next_submit(captured: tuple[int, ...], kernels: str):
     rig = EngineRig(capture_sizes=captured)
     for handle in range(3):
         rig.open(handle, PROMPTS[handle])
