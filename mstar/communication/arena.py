@@ -184,8 +184,14 @@ class Arena:
         return segment
 
     def _make_segment(self, size: int) -> _Segment:
-        self._num_made += 1
-        return _Segment(self._directory / f"{self._prefix}{self._num_made}", size)
+        while True:
+            self._num_made += 1
+            with contextlib.suppress(_TakenForStale):
+                return _Segment(self._directory / f"{self._prefix}{self._num_made}", size)
+
+
+class _TakenForStale(Exception):
+    """Another starting server removed the file before it was locked; the next name is as good."""
 
 
 class _Segment:
@@ -199,11 +205,11 @@ class _Segment:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if not os.fstat(self._fd).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "removed while it was made", str(path))
+                raise _TakenForStale
             # Without this a full file system would end the process with SIGBUS at the first write.
             os.posix_fallocate(self._fd, 0, size)
             self._map = mmap.mmap(self._fd, size)
-        except OSError:
+        except (OSError, _TakenForStale):
             path.unlink(missing_ok=True)
             os.close(self._fd)
             raise

@@ -1,6 +1,7 @@
 """The shared-memory arena: no overlap, conservation, growth, and what a killed process leaves."""
 
 import errno
+import fcntl
 import os
 import secrets
 import subprocess
@@ -19,8 +20,9 @@ from mstar.communication.extents import Extents
 KIB = 1024
 OWNER = """
 import sys
+from pathlib import Path
 from mstar.communication.arena import Arena
-arena = Arena(sys.argv[1], 3, 7, limit_bytes=4 << 20, first_bytes=1 << 20)
+arena = Arena(sys.argv[1], 3, 7, limit_bytes=4 << 20, first_bytes=1 << 20, directory=Path(sys.argv[2]))
 room = arena.reserve(2 << 20, 0)
 room.data[:] = 9
 print(room.segment, room.offset, flush=True)
@@ -204,24 +206,24 @@ def test_a_view_that_is_still_held_does_not_break_closing(instance: str, tmp_pat
     assert view.tolist() == [5] * 64
 
 
-def test_what_a_killed_owner_leaves_is_reclaimed(instance: str) -> None:
+def test_what_a_killed_owner_leaves_is_reclaimed(instance: str, tmp_path: Path) -> None:
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, instance], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", OWNER, instance, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout is not None
     segment, offset = owner.stdout.readline().split()
-    reader = ArenaReader(instance)
+    reader = ArenaReader(instance, directory=tmp_path)
     assert (reader.data(segment, int(offset), 2 << 20) == 9).all()
-    reclaim_stale()
-    assert len(files_of(instance)) == 2, "the owner lives"
+    reclaim_stale(directory=tmp_path)
+    assert len(files_of(instance, tmp_path)) == 2, "the owner lives"
     owner.kill()
     owner.communicate()
-    assert len(files_of(instance)) == 2
-    successor = Arena(instance, 3, 71)
-    assert reclaim(instance, 3, 6) == 0
-    assert reclaim(instance, 30, 7) == 0
-    assert reclaim(instance, 3, 7) == 2
-    assert len(files_of(instance)) == 1
+    assert len(files_of(instance, tmp_path)) == 2
+    successor = Arena(instance, 3, 71, directory=tmp_path)
+    assert reclaim(instance, 3, 6, directory=tmp_path) == 0
+    assert reclaim(instance, 30, 7, directory=tmp_path) == 0
+    assert reclaim(instance, 3, 7, directory=tmp_path) == 2
+    assert len(files_of(instance, tmp_path)) == 1
     successor.close()
     assert (reader.data(segment, int(offset), 2 << 20) == 9).all(), "a map outlives the name"
     reader.close()
@@ -239,6 +241,30 @@ def test_leftovers_of_dead_instances_are_found_by_their_locks(instance: str, tmp
     assert unrelated.exists()
     assert len(files_of(instance, tmp_path)) == 1
     alive.close()
+
+
+def test_a_file_taken_for_a_leftover_before_it_was_locked_is_made_again(
+    instance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers that start at the same moment."""
+    lock, num_taken = fcntl.flock, 0
+
+    def late_lock(fd: int, how: int) -> None:
+        nonlocal num_taken
+        if how == fcntl.LOCK_EX and num_taken < 2:
+            num_taken += 1
+            assert reclaim_stale(directory=tmp_path) == 1
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late_lock)
+    arena, reader = small(instance, tmp_path), ArenaReader(instance, directory=tmp_path)
+    room = arena.reserve(64, 1)
+    assert room is not None
+    assert files_of(instance, tmp_path) == [room.segment]
+    assert reader.data(room.segment, 0, 64).size == 64
+    assert reclaim_stale(directory=tmp_path) == 0
+    reader.close()
+    arena.close()
 
 
 class ExtentsMachine(RuleBasedStateMachine):
