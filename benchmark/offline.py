@@ -50,7 +50,7 @@ def main(
         "requests": requests,
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
-        "seconds": round(seconds, 3),
+        "seconds": round(seconds, 6),
         "output_tok_s": round(num_outputs / seconds, 1),
         "total_tok_s": round((num_outputs + prompts.size) / seconds, 1),
         "requests_s": round(requests / seconds, 3),

@@ -149,13 +149,17 @@ class LocalInstance:
             LocalFailure: one failed, or nothing moves any more.
         """
         requests = list(requests)
+        waiting = requests
         idle = 0
-        while not all(request.finished for request in requests):
+        while waiting:
             idle = 0 if self.tick() else idle + 1
             if idle > 100:
                 raise LocalFailure("nothing runs, and requests wait")
-        for request in requests:
-            self.remove(request)
+            # One that has finished goes at once: others wait for its room.
+            for request in waiting:
+                if request.finished:
+                    self.remove(request)
+            waiting = [request for request in waiting if not request.finished]
         while self.tick():
             pass
         for request in requests:
