@@ -61,7 +61,7 @@ class NoParameters(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """Input of `process_prompt`. Exactly one of `messages`, `text`, `token_ids` is set (none for a model without text)."""
+    """Input of `process_prompt`. One of `messages`, `text` and `token_ids` is set (none for a model without text)."""
 
     kind: Literal["chat", "completion", "native"]
     messages: tuple[ChatMessage, ...] = ()

@@ -9,13 +9,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.front_books import GREEDY, FrontBooks, Result
 
 from mstar.communication.address import FRONT_RANK, peer_name
-from mstar.communication.arena import Arena, ArenaReader
+from mstar.communication.arena import SHM_DIR, Arena, ArenaReader
 from mstar.communication.bus import Bus
 from mstar.communication.loopback import LoopbackNet
 from mstar.communication.messages import (
@@ -82,9 +81,9 @@ class Instance:
         ranks = sorted(set(placement.values()))
         self._books = FrontBooks(model, self.compiled, len(ranks), self._front)
         self.results = self._books.results
-        name = secrets.token_hex(4)
+        self.name = secrets.token_hex(4)
         for rank in ranks:
-            self._add_worker(rank, build_node, tuning, name if len(ranks) > 1 else None)
+            self._add_worker(rank, build_node, tuning, self.name if len(ranks) > 1 else None)
         for rank in ranks:
             self._front.connect(peer_name(rank), peer_name(rank))
             for other in (FRONT_RANK, *ranks):
@@ -187,6 +186,6 @@ class Instance:
         self._front.close()
 
 
-def shared_memory_files(directory: Path = Path("/dev/shm")) -> set[str]:
-    """Names of files there now; a test compares before and after."""
-    return {path.name for path in directory.iterdir()}
+def shared_memory_of(instance: str) -> list[str]:
+    """Files in shared memory that carry this instance's name."""
+    return [path.name for path in SHM_DIR.iterdir() if instance in path.name]

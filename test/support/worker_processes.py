@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from support.front_books import GREEDY, FrontBooks, Result
+from support.instance import shared_memory_of
 
 from mstar.communication import arena
 from mstar.communication.address import FRONT_RANK, InstanceDir, peer_name
@@ -32,12 +33,15 @@ class WorkerProcesses:
         self.model = deployment.model()
         self.gauges: dict[int, dict[str, float]] = {}
         self._instance = InstanceDir.create(base)
+        self.name = self._instance.instance
         self._supervisor = ZmqBus(self._instance.address("supervisor", 0), decode_to_supervisor)
         self._bus: ZmqBus[ToFront] = ZmqBus(self._address(FRONT_RANK), self._decode)
         self._ranks = list(range(deployment.config.num_workers))
         self.books = FrontBooks(self.model, deployment.compile(self.model), len(self._ranks), self._bus)
         self.results = self.books.results
         self.children: list[Child] = []
+        self.left_behind: list[str] = []
+        """Shared memory that the workers had not removed when they ended."""
 
     def __enter__(self) -> WorkerProcesses:
         for rank in self._ranks:
@@ -64,6 +68,7 @@ class WorkerProcesses:
                 self._bus.receive()
             child.kill()
             child.close()
+        self.left_behind = shared_memory_of(self.name)
         for rank in self._ranks:
             arena.reclaim(self._instance.instance, rank, 0)
         self._bus.close()

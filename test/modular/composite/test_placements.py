@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.composite.declarations import CODES, FLOW, LLM
 from support.composite.deployment import PLACEMENTS, Composite, make_requests
-from support.instance import Instance, Tuning, shared_memory_files
+from support.instance import Instance, Tuning, shared_memory_of
 
 REQUESTS = make_requests(10)
 TUNINGS = {
@@ -31,10 +31,14 @@ def _assert_idle(instance: Instance) -> None:
         assert not parts.inbox.leaving
 
 
-@pytest.mark.parametrize("tuning", TUNINGS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+CASES = [
+    *((placement, "overlap, threaded, captured") for placement in PLACEMENTS),
+    *((placement, tuning) for placement in ("one_worker", "three_workers") for tuning in ("plain", "overlap, inline")),
+]
+
+
+@pytest.mark.parametrize(("placement", "tuning"), CASES)
 def test_outputs_equal_the_reference(composite: Composite, placement: str, tuning: str):
-    before = shared_memory_files()
     instance = composite.instance(placement, TUNINGS[tuning])
     for index, request in enumerate(REQUESTS):
         composite.submit(instance, f"r{index}", request)
@@ -42,8 +46,9 @@ def test_outputs_equal_the_reference(composite: Composite, placement: str, tunin
     for index, request in enumerate(REQUESTS):
         composite.check(instance, f"r{index}", request)
     _assert_idle(instance)
+    assert len(shared_memory_of(instance.name)) >= len(instance.workers) - 1, "nothing could be left behind"
     instance.close()
-    assert shared_memory_files() <= before
+    assert shared_memory_of(instance.name) == []
     rows = {len(step.rows) for step in instance.steps}
     assert len(rows) >= 5 and max(rows) >= 8, f"row counts {sorted(rows)} test no batching"
     speculated = {step.node for step in instance.steps if step.speculated}

@@ -2,7 +2,6 @@
 
 import pytest
 from support.composite.deployment import CARD, Composite, make_requests, node_groups
-from support.instance import shared_memory_files
 from support.worker_processes import WorkerProcesses
 
 from mstar.config.schema import CaptureConfig, DeploymentConfig, SchedulerConfig
@@ -24,7 +23,6 @@ def test_outputs_equal_the_reference(
     composite: Composite, tmp_path, monkeypatch: pytest.MonkeyPatch, placement: str, async_scheduling: bool
 ):
     monkeypatch.setenv("PYTHONPATH", "test")  # the workers import the model by its import string
-    before = shared_memory_files()
     config = DeploymentConfig(
         model=CARD,
         checkpoint=str(composite.directory),
@@ -45,4 +43,4 @@ def test_outputs_equal_the_reference(
         workers.await_gauge("mstar_handles", 0)
         workers.await_gauge("mstar_tensors", 0)
     assert [child.exit_code() for child in workers.children] == [0] * deployment.config.num_workers
-    assert shared_memory_files() <= before
+    assert workers.left_behind == []

@@ -35,7 +35,13 @@ class Served:
         generator = torch.Generator().manual_seed(11)
         vocab = self.reference.config.vocab_size
         self.prompts = [torch.randint(12, vocab, (n,), generator=generator).tolist() for n in LENGTHS]
-        self.expected = [self._generate(p, n) for p, n in zip(self.prompts, MAX_TOKENS, strict=True)]
+        self._expected: dict[int, list[int]] = {}
+
+    def expected(self, index: int) -> list[int]:
+        """The reference's greedy tokens, generated when first asked for."""
+        if index not in self._expected:
+            self._expected[index] = self._generate(self.prompts[index], MAX_TOKENS[index])
+        return self._expected[index]
 
     def _generate(self, prompt: list[int], max_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])
@@ -49,7 +55,7 @@ class Served:
         return SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS[index], stop_token_ids=stops)
 
     def check(self, instance: Instance, indices: list[int]) -> None:
-        cases = [TokenCase(self.prompts[i], instance.results[f"r{i}"].tokens, self.expected[i]) for i in indices]
+        cases = [TokenCase(self.prompts[i], instance.results[f"r{i}"].tokens, self.expected(i)) for i in indices]
         assert_equal_tokens(cases, lambda ids: self.reference(torch.tensor([ids])).logits[0, -1])
 
     def submit(self, instance: Instance, index: int) -> None:
@@ -79,12 +85,13 @@ def _instance(one: Served, tuning: Tuning) -> Instance:
 @torch.no_grad()
 def test_a_batch_of_everything_at_once(served, v: Variant):
     one = served(v)
-    assert len({tuple(tokens) for tokens in one.expected}) > len(LENGTHS) - 2, "the reference says always the same"
+    indices = [0, 3, 4, 6, 7]
+    assert len({tuple(one.expected(index)) for index in indices}) == len(indices), "the reference repeats itself"
     instance = _instance(one, Tuning(threaded=True))
-    for index in range(len(LENGTHS)):
+    for index in indices:
         one.submit(instance, index)
     instance.run()
-    one.check(instance, list(range(len(LENGTHS))))
+    one.check(instance, indices)
     instance.close()
 
 
