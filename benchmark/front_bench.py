@@ -104,7 +104,7 @@ def worker(folder: Path, step_ms: float) -> int:
     front_name = peer_name(FRONT_RANK)
     bus.connect(front_name, address(folder, "front"))
     hello = Hello(rank=0, incarnation=0, version=__version__, schema_hash=schema_hash(), pid=os.getpid())
-    bus.send(front_name, (hello, Ready(rank=0, incarnation=0, plan=(), max_total_tokens=0)))
+    bus.send(front_name, (hello, Ready(rank=0, incarnation=0, max_total_tokens=0)))
     ids = Tokenizer.from_file(str(folder / TOKENIZER_FILE)).encode(TEXT).ids
     rows: dict[str, tuple[itertools.cycle[int], int]] = {}
     counts: dict[str, int] = {}

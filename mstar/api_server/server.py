@@ -42,7 +42,8 @@ from mstar.model.registry import build_model
 logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
 KEEP_ALIVE_S = 75
-CLOSE_CONNECTIONS_S = 2
+CLOSE_CONNECTIONS_S = 5
+"""For what is written but not yet read, once the last request has ended."""
 
 
 def run_front(spec: FrontSpec, listener: socket.socket) -> int:
@@ -162,7 +163,7 @@ class _Front:
             self._bus.send(SUPERVISOR, (hello,))
 
     def _tell_ready(self) -> None:
-        ready = Ready(rank=FRONT_RANK, incarnation=self._spec.incarnation, plan=(), max_total_tokens=0)
+        ready = Ready(rank=FRONT_RANK, incarnation=self._spec.incarnation, max_total_tokens=0)
         self._bus.send(SUPERVISOR, (ready,))
 
     def _on_sigterm(self) -> None:

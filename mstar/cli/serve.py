@@ -11,7 +11,7 @@ from rich.table import Table
 from mstar import envs
 from mstar.cli.progress import ProgressBars
 from mstar.cli.targets import config_for
-from mstar.communication.messages import LoadProgress, PlanRow, Ready
+from mstar.communication.messages import LoadProgress, MemoryPlan
 from mstar.config.load import ConfigError
 from mstar.config.schema import ServerConfig
 from mstar.launch.deployment import Deployment, resolve_deployment
@@ -31,11 +31,6 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
     except (ConfigError, ValueError, OSError) as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 2
-    plan: list[tuple[int, PlanRow]] = []
-
-    def ready(message: Ready) -> None:
-        plan.extend((message.rank, row) for row in message.plan)
-
     try:
         with ProgressBars(console) as bars:
             deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
@@ -44,15 +39,16 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
             def loaded(message: LoadProgress) -> None:
                 bars.report(f"worker {message.rank}: {message.label}", message.done, message.total or None)
 
-            supervisor = Supervisor(deployment, listener, Watchers(progress=loaded, ready=ready))
+            def planned(message: MemoryPlan) -> None:
+                console.print(memory_table(message))
+
+            supervisor = Supervisor(deployment, listener, Watchers(plan=planned, progress=loaded))
             supervisor.start()
     except KeyboardInterrupt:
         return INTERRUPTED
     except (StartError, ValueError, OSError) as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         return 1
-    if plan:
-        console.print(memory_table(plan))
     host, port = listener.getsockname()[:2]
     console.print(ready_text(deployment, host, port), highlight=False, markup=False, soft_wrap=True)
     return supervisor.run()
@@ -79,14 +75,15 @@ def bind(server: ServerConfig) -> socket.socket:
     return listener
 
 
-def memory_table(plan: Sequence[tuple[int, PlanRow]]) -> Table:
-    """What each worker allocated."""
-    table = Table(title="Memory plan", title_justify="left")
-    for column in ("worker", "what", "detail"):
-        table.add_column(column)
-    table.add_column("MiB", justify="right")
-    for rank, row in plan:
-        table.add_row(str(rank), row.name, row.detail, f"{row.num_bytes / 2**20:,.1f}")
+def memory_table(plan: MemoryPlan) -> Table:
+    """What a worker is going to allocate."""
+    table = Table(title=f"Memory plan of worker {plan.rank}", title_justify="left", show_footer=True)
+    total = sum(row.num_bytes for row in plan.rows)
+    table.add_column("what", "total")
+    table.add_column("detail")
+    table.add_column("MiB", f"{total / 2**20:,.1f}", justify="right")
+    for row in plan.rows:
+        table.add_row(row.name, row.detail, f"{row.num_bytes / 2**20:,.1f}")
     return table
 
 

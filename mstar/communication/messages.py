@@ -156,12 +156,18 @@ class PlanRow(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
+class MemoryPlan(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → supervisor, before it allocates: what it is going to take."""
+
+    rank: int
+    rows: tuple[PlanRow, ...]
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Worker → front: loaded, warmed up, serving. `max_total_tokens`: the most one request can ever hold (its KV)."""
 
     rank: int
     incarnation: int
-    plan: tuple[PlanRow, ...]
     max_total_tokens: int
 
 
@@ -291,5 +297,5 @@ ToWorker = (
     | AckFrame
 )
 ToFront = Opened | Hello | Ready | Heartbeat | EmitFrame | WalkDone | Fail | PeerUp | PeerLost | Shutdown
-ToSupervisor = Hello | Ready | LoadProgress
+ToSupervisor = Hello | MemoryPlan | Ready | LoadProgress
 Message = ToWorker | ToFront | ToSupervisor

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import numpy as np
 from torch import Tensor
 
-from mstar.communication.messages import PlanRow
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine import node_runtime as fields
 from mstar.engine.bucket_capture import Progress, capture_bucket, capture_buckets
@@ -264,10 +263,6 @@ class Engine:
     def gauges(self) -> dict[str, float]:
         """Prometheus names with labels to values."""
         return {name: value for resource in self._resources for name, value in resource.gauges().items()}
-
-    def memory_plan(self) -> list[PlanRow]:
-        """What the resources take, one line each."""
-        return [row for resource in self._resources for row in resource.memory_plan()]
 
     def capture(self, progress: Progress | None = None) -> int:
         """Capture the declared walks at the deployment's sizes; returns how many. Raises `CaptureError`."""

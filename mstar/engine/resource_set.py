@@ -33,6 +33,21 @@ def build_resources(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> 
         ValueError: a key with two meanings, a reference to a key that its node does not declare, or a size without room
             for a page.
     """
+    declared = declared_resources(specs)
+    num_pages = cache_pages(specs, config)
+    resources: dict[str, Resource] = {}
+    for spec in sorted(declared.values(), key=lambda spec: not isinstance(spec, PagedKVSpec)):
+        resources[spec.key] = _build(spec, resources, config, num_pages)
+    return {
+        node.node: {
+            key: resource for key, resource in resources.items() if key in {spec.key for spec in node.resources}
+        }
+        for node in specs
+    }
+
+
+def declared_resources(specs: Sequence[NodeResourceSpec]) -> dict[str, ResourceSpec]:
+    """Declarations by key. Raises `ValueError` for a key with two meanings or a reference to an undeclared one."""
     declared: dict[str, ResourceSpec] = {}
     for node in specs:
         own = {spec.key for spec in node.resources}
@@ -43,17 +58,13 @@ def build_resources(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> 
                 raise ValueError(
                     f"resource {spec.key!r} of node {node.node!r} refers to {spec.kv_key!r}, not declared there"
                 )
-    caches = [spec for spec in declared.values() if isinstance(spec, PagedKVSpec)]
-    num_pages = {spec.key: _num_pages(spec, caches, config) for spec in caches}
-    resources: dict[str, Resource] = {}
-    for spec in sorted(declared.values(), key=lambda spec: not isinstance(spec, PagedKVSpec)):
-        resources[spec.key] = _build(spec, resources, config, num_pages)
-    return {
-        node.node: {
-            key: resource for key, resource in resources.items() if key in {spec.key for spec in node.resources}
-        }
-        for node in specs
-    }
+    return declared
+
+
+def cache_pages(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> dict[str, int]:
+    """Pages of each cache that requests can own. Raises `ValueError` for a size without room for a page."""
+    caches = [spec for spec in declared_resources(specs).values() if isinstance(spec, PagedKVSpec)]
+    return {spec.key: _num_pages(spec, caches, config) for spec in caches}
 
 
 def _build(

@@ -3,18 +3,20 @@ runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mstar.communication.arena import Arena, ArenaReader
 from mstar.communication.bus import Bus
-from mstar.communication.messages import ToWorker
+from mstar.communication.messages import PlanRow, ToWorker
+from mstar.engine.memory_plan import plan_memory
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.launch.deployment import Deployment
 from mstar.launch.machine import device_executor, engine_config, step_tokens, torch_device, torch_dtype
 from mstar.model.base import Model
 from mstar.model.loader.progress import LoadProgress
+from mstar.model.loader.weights import num_parameters
 from mstar.model.registry import build_submodule
 from mstar.model.submodule_context import SubmoduleContext
 from mstar.platforms.executor import DeviceExecutor
@@ -42,9 +44,10 @@ def build_rank(
     progress: LoadProgress | None = None,
     clock: PhaseClock | None = None,
     executor: DeviceExecutor | None = None,
+    announce: Callable[[Sequence[PlanRow]], None] = lambda _: None,
 ) -> tuple[Worker, WorkerParts]:
     """Load the rank's nodes and build its worker. `executor`: another than the configuration's; the loop overlaps if it
-    does. Raises what loading raises."""
+    does. `announce` hears the memory plan before anything is allocated. Raises what loading raises."""
     config = deployment.config
     if executor is None:
         executor, overlap = device_executor(config)
@@ -58,8 +61,13 @@ def build_rank(
         max_step_tokens=step_tokens(config),
         overlap=overlap,
     )
+    local = compiled.nodes_on(place.rank)
+    specs = [spec for spec in model.get_node_resources() if spec.node in local]
+    sizes = engine_config(
+        config, specs, deployment.setup.max_seq_len, settings.capacity, compiled.stored_signals(place.rank)
+    )
+    announce([*_weights(deployment, local), *plan_memory(specs, sizes)])
     nodes = load_nodes(deployment, compiled, place.rank, progress)
-    specs = [spec for spec in model.get_node_resources() if spec.node in nodes]
     shared = None
     if config.num_workers > 1:
         shared = Shared(Arena(place.instance, place.rank, place.incarnation), ArenaReader(place.instance))
@@ -69,9 +77,7 @@ def build_rank(
         specs=specs,
         bus=bus,
         executor=executor,
-        engine_config=engine_config(
-            config, specs, deployment.setup.max_seq_len, settings.capacity, compiled.stored_signals(place.rank)
-        ),
+        engine_config=sizes,
         settings=settings,
         shared=shared,
         clock=clock,
@@ -90,3 +96,13 @@ def load_nodes(
         progress=progress,
     )
     return {node: build_submodule(deployment.card, node, context).eval() for node in compiled.nodes_on(rank)}
+
+
+def _weights(deployment: Deployment, nodes: Sequence[str]) -> list[PlanRow]:
+    checkpoint = deployment.checkpoint()
+    if checkpoint is None:
+        return []
+    count, dtype = num_parameters(checkpoint), torch_dtype(deployment.config)
+    name = str(dtype).removeprefix("torch.")
+    detail = f"{count / 1e6:,.1f} M parameters of the checkpoint in {name}, for {', '.join(nodes)}"
+    return [PlanRow("weights", detail, count * dtype.itemsize)]

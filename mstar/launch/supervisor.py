@@ -18,7 +18,7 @@ from mstar import envs
 from mstar.communication import arena
 from mstar.communication.address import FRONT_RANK, InstanceDir, peer_name, reclaim_stale_dirs
 from mstar.communication.bus import ZmqBus
-from mstar.communication.messages import LoadProgress, PeerLost, PeerUp, Ready, Shutdown, ToSupervisor
+from mstar.communication.messages import LoadProgress, MemoryPlan, PeerLost, PeerUp, Ready, Shutdown, ToSupervisor
 from mstar.communication.wakeup import Wakeup
 from mstar.communication.wire import decode_to_supervisor
 from mstar.launch.children import Child, ChildSpec, PeerAddress, start_child
@@ -53,10 +53,10 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class Watchers:
-    """What the caller wants to hear during start-up: progress of loads, and each process that is ready."""
+    """What the caller wants to hear: what workers are going to allocate, and how their loads get on."""
 
+    plan: Callable[[MemoryPlan], None] = field(default=lambda _: None)
     progress: Callable[[LoadProgress], None] = field(default=lambda _: None)
-    ready: Callable[[Ready], None] = field(default=lambda _: None)
 
 
 class Supervisor:
@@ -181,11 +181,12 @@ class Supervisor:
         for message in self._bus.receive():
             if isinstance(message, LoadProgress):
                 self._watchers.progress(message)
+            elif isinstance(message, MemoryPlan):
+                self._watchers.plan(message)
             elif isinstance(message, Ready):
                 slot = self._front if message.rank == FRONT_RANK else self._workers[message.rank]
                 if message.incarnation == slot.incarnation:
                     slot.ready = message
-                    self._watchers.ready(message)
 
     def _drain(self) -> int:
         """First signal: the front refuses new requests and ends when the running ones have; then the workers end. A

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 import mstar
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.bus import Bus, ZmqBus
-from mstar.communication.messages import Hello, LoadProgress, PeerUp, Ready, ToWorker
+from mstar.communication.messages import Hello, LoadProgress, MemoryPlan, PeerUp, PlanRow, Ready, ToWorker
 from mstar.communication.wire import decode_to_worker, schema_hash
 from mstar.launch.children import ChildSpec
 from mstar.launch.deployment import open_deployment
@@ -29,6 +30,10 @@ def run_worker_process(spec: ChildSpec) -> None:
     torch.set_num_threads(torch_threads(deployment.config))
     torch.set_grad_enabled(False)
     model = deployment.model()
+
+    def announce(rows: Sequence[PlanRow]) -> None:
+        bus.send(SUPERVISOR, (MemoryPlan(rank=spec.rank, rows=tuple(rows)),))
+
     worker, parts = build_rank(
         deployment,
         model,
@@ -36,6 +41,7 @@ def run_worker_process(spec: ChildSpec) -> None:
         Place(spec.instance, spec.rank, spec.incarnation),
         bus,
         progress=_LoadReports(bus, spec.rank),
+        announce=announce,
     )
     parts.engine.warmup()
     parts.inbox.apply([PeerUp(peer.rank, peer.incarnation, peer.address) for peer in spec.peers])
@@ -61,7 +67,6 @@ def _announce(spec: ChildSpec, parts: WorkerParts, bus: Bus[ToWorker]) -> None:
     ready = Ready(
         rank=spec.rank,
         incarnation=spec.incarnation,
-        plan=tuple(parts.engine.memory_plan()),
         max_total_tokens=parts.engine.most_tokens() or 0,
     )
     bus.send(peer_name(FRONT_RANK), (hello, ready))

@@ -94,7 +94,7 @@ class ConductorRig:
             address = f"{peer_name(rank)}.{incarnation}"
             if incarnation:
                 self.buses[rank] = self.net.bus(address, decode_to_worker)
-            ready = Ready(rank=rank, incarnation=incarnation, plan=(), max_total_tokens=0)
+            ready = Ready(rank=rank, incarnation=incarnation, max_total_tokens=0)
             self.say(PeerUp(rank, incarnation, address), ready)
 
     def say(self, *messages: ToFront) -> None:

@@ -82,7 +82,7 @@ class FakeWorker:
         hello = Hello(
             rank=self.rank, incarnation=self.incarnation, version=__version__, schema_hash=schema_hash(), pid=1
         )
-        ready = Ready(rank=self.rank, incarnation=self.incarnation, plan=(), max_total_tokens=self.max_total_tokens)
+        ready = Ready(rank=self.rank, incarnation=self.incarnation, max_total_tokens=self.max_total_tokens)
         self.say(hello, ready)
         self._keep_beating()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from mstar.communication.messages import PlanRow, SamplingParams
+from mstar.communication.messages import SamplingParams
 from mstar.engine.execution import AdmitOutcome, StepOutputs
 from mstar.engine.step import ResourceStep, Rows
 from mstar.engine.transaction import Transaction
@@ -135,9 +135,6 @@ class Resource(ABC, Generic[S]):
     def narrow(self, plan: Any, begin: int, end: int) -> Any:
         """The plan for rows `begin:end` alone, when a step has to be run in pieces."""
         return plan
-
-    def memory_plan(self) -> Sequence[PlanRow]:
-        return ()
 
     def gauges(self) -> Mapping[str, float]:
         return {}

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.communication.messages import PlanRow
 from mstar.engine.execution import AdmitOutcome
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
 from mstar.engine.resources.cache_stream import CacheStream, CacheStreams, token_positions
@@ -182,14 +181,6 @@ class PagedKV(Resource[KVStep]):
         self.writing = plan
         if self._poison:  # what padding rows wrote must reach nobody
             self._fill_nan(np.zeros(1, np.int64))
-
-    def memory_plan(self) -> Sequence[PlanRow]:
-        spec = self.spec
-        detail = (
-            f"{self.num_pages_total} pages of {spec.page_size} tokens = {self.num_pages_total * spec.page_size}, "
-            f"{spec.num_layers} layers × {spec.num_kv_heads} heads × {spec.head_dim}"
-        )
-        return (PlanRow(self.key, detail, self._k.nbytes + self._v.nbytes),)
 
     def gauges(self) -> Mapping[str, float]:
         allocator = self.arena.allocator

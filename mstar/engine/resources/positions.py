@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mstar.communication.messages import PlanRow
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext
 from mstar.engine.resources.cache_stream import token_positions
 from mstar.engine.resources.paged_kv import PagedKV
@@ -61,7 +60,3 @@ class Positions(Resource[PositionStep]):
 
     def begin_forward(self, plan: None, staging: Mapping[str, Tensor]) -> None:
         self.state.positions = staging[self._field]
-
-    def memory_plan(self) -> Sequence[PlanRow]:
-        cos = self.state.cos
-        return (PlanRow(self.key, f"rotary tables, {cos.shape[0]} positions", 2 * cos.nbytes),)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.communication.messages import PlanRow, SamplingParams
+from mstar.communication.messages import SamplingParams
 from mstar.engine.execution import StepOutputs
 from mstar.engine.resources import sampling_columns as column
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
@@ -173,10 +173,6 @@ class Sampler(Resource[SamplerStep]):
 
     def narrow(self, plan: SamplingPlan, begin: int, end: int) -> SamplingPlan:
         return plan.narrow(begin, end)
-
-    def memory_plan(self) -> Sequence[PlanRow]:
-        num_bytes = self.live.nbytes + self._table.nbytes + self._tokens.nbytes
-        return (PlanRow(self.key, f"parameters of {self._sink} requests; penalties take more when used", num_bytes),)
 
     def sample(self, logits: Tensor) -> Tensor:
         """See `mstar.engine.layer_handles.SamplerHandle.sample`."""

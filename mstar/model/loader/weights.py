@@ -1,5 +1,6 @@
 """Streams the weights of a checkpoint, whatever its kind, by Hugging Face name. Runs in the worker that loads them."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def weight_names(checkpoint: ResolvedCheckpoint) -> list[str]:
     if checkpoint.kind == "gguf":
         return list(hf_names(read_gguf_header(checkpoint.path)))
     return [name for file in weight_files(checkpoint.path) for name in _names_in(file)]
+
+
+def num_parameters(checkpoint: ResolvedCheckpoint) -> int:
+    """Elements of all weights, from the headers."""
+    if checkpoint.kind == "gguf":
+        return sum(math.prod(entry.shape) for entry in hf_names(read_gguf_header(checkpoint.path)).values())
+    total = 0
+    for file in weight_files(checkpoint.path):
+        names = _names_in(file)
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
+    return total
 
 
 def _iter_gguf(

@@ -54,7 +54,8 @@ EXAMPLES = (
         end_totals=[300],
     ),
     m.AckFrame(src=1, tickets=[(1 << 32) + 7], credit_rids=["r1"], credit_edges=[0], credit_counts=[12]),
-    m.Ready(rank=0, incarnation=1, plan=(m.PlanRow("weights", "bf16", 1 << 33),), max_total_tokens=8192),
+    m.MemoryPlan(rank=0, rows=(m.PlanRow("weights", "bf16", 1 << 33),)),
+    m.Ready(rank=0, incarnation=1, max_total_tokens=8192),
     m.Heartbeat(rank=0, incarnation=1, step_age_s=0.25, gauges={'mstar_pages{pool="kv",state="free"}': 12.0}),
     m.EmitFrame(
         src=0,

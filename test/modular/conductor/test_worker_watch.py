@@ -24,7 +24,7 @@ def test_ready_needs_every_worker_connected_and_ready():
     rig = new_rig("codec_apart")
     assert "worker 0 is starting" in (why_not(rig) or "")
     rig.bring_up(0)
-    rig.say(Ready(rank=1, incarnation=0, plan=(), max_total_tokens=0))
+    rig.say(Ready(rank=1, incarnation=0, max_total_tokens=0))
     assert why_not(rig) == "worker 1 is starting"
     assert rig.num_ready_calls == 0
     rig.say(PeerUp(1, 0, "w1.0"))
@@ -102,7 +102,7 @@ def test_a_restarted_worker_is_ready_whatever_comes_first(order: tuple[int, ...]
     news = [
         PeerLost(0, 0, "killed"),
         PeerUp(0, 1, "w0.1"),
-        Ready(rank=0, incarnation=1, plan=(), max_total_tokens=77),
+        Ready(rank=0, incarnation=1, max_total_tokens=77),
     ]
     for index in order:
         rig.say(news[index])
@@ -117,7 +117,7 @@ def test_messages_of_a_dead_incarnation_change_nothing():
     rig.bring_up()
     rig.say(PeerLost(0, 0, "killed"))
     rig.beat()
-    rig.say(Ready(rank=0, incarnation=0, plan=(), max_total_tokens=0), PeerUp(0, 0, "w0.0"))
+    rig.say(Ready(rank=0, incarnation=0, max_total_tokens=0), PeerUp(0, 0, "w0.0"))
     assert "has ended" in (why_not(rig) or "")
 
 
@@ -151,6 +151,6 @@ def test_gauges_of_workers_add_up_and_die_with_them():
 def test_a_request_bound_is_the_smallest_of_all_workers():
     rig = new_rig("codec_apart")
     assert rig.workers.max_total_tokens is None
-    rig.say(Ready(rank=0, incarnation=0, plan=(), max_total_tokens=0))
-    rig.say(Ready(rank=1, incarnation=0, plan=(), max_total_tokens=300))
+    rig.say(Ready(rank=0, incarnation=0, max_total_tokens=0))
+    rig.say(Ready(rank=1, incarnation=0, max_total_tokens=300))
     assert rig.workers.max_total_tokens == 300

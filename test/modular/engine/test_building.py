@@ -12,6 +12,7 @@ from mstar.communication.tensor_store import TensorStore
 from mstar.engine.engine import Engine
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.layer_handles import FindLayer
+from mstar.engine.memory_plan import plan_memory
 from mstar.engine.spec import AttentionSpec, NodeResourceSpec, PagedKVSpec, SamplerSpec
 from mstar.engine.step import AttentionStep, Rows, SubmoduleStep
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeInputs, NodeOutputs, NodeSubmodule, RowColumns
@@ -163,8 +164,11 @@ class _Node(NodeSubmodule):
         return {"x": inputs.iterations}
 
 
+SIZES: dict[str, Any] = {"max_rows": 2, "max_seq_len": 32, "capacity": 3}
+
+
 def start(node: NodeSubmodule, *specs: NodeResourceSpec, **config: Any) -> Engine:
-    settings = EngineConfig(**{"max_rows": 2, "max_seq_len": 32, "capacity": 3, **config})
+    settings = EngineConfig(**{**SIZES, **config})
     return Engine({NODE: node}, specs, TensorStore(), InlineExecutor(), settings)
 
 
@@ -213,7 +217,8 @@ def test_caches_share_the_memory_by_page_size():
     two = NodeResourceSpec(NODE, (SamplerSpec("s", 8), PagedKVSpec("a", LAYERS, 2, 8, 4), PagedKVSpec("b", 1, 1, 8, 4)))
     big, small = 2 * LAYERS * 4 * 2 * 8 * 4, 2 * 4 * 8 * 4  # bytes of a page
     engine = start(_Node(_Layer("s")), two, resource_bytes=5 * (big + small))
-    plan = {row.name: row for row in engine.memory_plan()}
+    config = EngineConfig(**SIZES, resource_bytes=5 * (big + small))
+    plan = {row.name: row for row in plan_memory([two], config)}
     assert plan["a"].num_bytes == 5 * big and plan["b"].num_bytes == 5 * small
     assert "4 pages of 4 tokens" in plan["a"].detail  # one more is the sink
     assert engine.most_tokens() == 16

@@ -1,0 +1,36 @@
+"""What an engine's resources will take, from declarations alone: shown to the operator before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mstar.communication.messages import PlanRow
+from mstar.engine.engine_config import EngineConfig
+from mstar.engine.resource_set import cache_pages, declared_resources
+from mstar.engine.resources.paged_kv import page_bytes
+from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RotarySpec
+
+
+def plan_memory(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list[PlanRow]:
+    """One row per resource whose size counts; a sampler's columns are left out: a few hundred bytes a request.
+
+    Raises:
+        ValueError: as `build_resources`.
+    """
+    pages = cache_pages(specs, config)
+    rows: list[PlanRow] = []
+    for spec in declared_resources(specs).values():
+        match spec:
+            case PagedKVSpec(key=key):
+                own = pages[key]
+                detail = (
+                    f"{own} pages of {spec.page_size} tokens = {own * spec.page_size}, "
+                    f"{spec.num_layers} layers × {spec.num_kv_heads} heads × {spec.head_dim}"
+                )
+                rows.append(PlanRow(key, detail, (own + 1) * page_bytes(spec, config.precision.cache)))
+            case RotarySpec(key=key):
+                num_bytes = config.max_seq_len * spec.rotary_dim * 4  # cosines and sines of half the dimensions, fp32
+                rows.append(PlanRow(key, f"rotary tables, {config.max_seq_len} positions", num_bytes))
+            case _:
+                pass
+    return rows
