@@ -14,7 +14,7 @@ from mstar.profile.phases import WAITS
 def main(
     rows: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 64,
     steps: Annotated[int, typer.Option(min=4, help="Measured steps.")] = 300,
-    device_us: Annotated[int, typer.Option(min=0, help="How long the null forward takes.")] = 2000,
+    device_us: Annotated[int, typer.Option(min=0, help="How long the null forward takes.")] = 1000,
     plain: Annotated[bool, typer.Option("--plain", help="The plain loop, without overlap.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:

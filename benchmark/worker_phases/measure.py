@@ -45,7 +45,7 @@ class PhaseRun:
 
     rows: int
     steps: int
-    device_us: int = 2000
+    device_us: int = 1000
     overlap: bool = True
 
     @property

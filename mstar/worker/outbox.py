@@ -103,7 +103,6 @@ class Outbox:
             self._bus.send(peer_name(FRONT_RANK), messages)
 
     def _emit_frame(self, step: Step, emits: Sequence[EmitColumns]) -> EmitFrame:
-        self._row_of[step.handles] = np.arange(step.num_rows)
         rids: list[str] = []
         signals: list[str] = []
         tokens: list[int] = []
@@ -112,15 +111,14 @@ class Outbox:
         tensor_signals: list[str] = []
         tensors: list[HostTensor] = []
         for emit in emits:
-            handles = np.asarray(emit.handles, np.int64)
             names = self._rids.rids(emit.handles)
             if emit.ids[0] == LIVE_COLUMN:
-                rows = self._row_of[handles]
+                rows = self._rows_of(step, emit)
                 rids.extend(names)
                 signals.extend((emit.signal,) * len(names))
                 tokens.extend(step.host(emit.signal)[rows].tolist())
                 if step.outputs.logprobs is not None:
-                    logprobs.extend(step.outputs.logprobs[row] for row in rows.tolist())
+                    logprobs.extend(step.outputs.logprobs[row] for row in np.arange(step.num_rows)[rows].tolist())
             else:
                 tensor_rids.extend(names)
                 tensor_signals.extend((emit.signal,) * len(names))
@@ -138,3 +136,11 @@ class Outbox:
             tensor_signals=tensor_signals,
             tensors=tensors,
         )
+
+    def _rows_of(self, step: Step, emit: EmitColumns) -> slice | np.ndarray:
+        """Where the rows of `emit` are in the step: a whole part, unless some rows of it have left."""
+        for part in step.parts:
+            if emit.handles == part.taken.rows:
+                return slice(part.begin, part.end)
+        self._row_of[step.handles] = np.arange(step.num_rows)
+        return self._row_of[emit.handles]

@@ -52,23 +52,23 @@ class Request:
 class RequestTable:
     """Requests by handle, with the columns of the loop.
 
-    `in_steps` int32 [capacity]: steps that hold the row, enqueued or armed. `removing` bool [capacity].
-    `emitted` int64 [signals, capacity]: values emitted so far, by signal in order of first use.
+    `in_steps` int32 [capacity]: steps that hold the row, enqueued or armed. `removing` bool [capacity]. By signal, an
+    int64 [capacity] of the values emitted so far.
     """
 
     def __init__(self, capacity: int) -> None:
         self._by_handle: list[Request | None] = [None] * capacity
-        self._signals: dict[str, int] = {}
+        self._emitted: dict[str, np.ndarray] = {}
         self.in_steps = np.zeros(capacity, np.int32)
         self.removing = np.zeros(capacity, np.bool_)
-        self.emitted = np.zeros((0, capacity), np.int64)
         self.num_open = 0
 
     def put(self, request: Request) -> None:
         self._by_handle[request.handle] = request
         self.in_steps[request.handle] = 0
         self.removing[request.handle] = False
-        self.emitted[:, request.handle] = 0
+        for emitted in self._emitted.values():
+            emitted[request.handle] = 0
 
     def __getitem__(self, handle: int) -> Request:
         request = self._by_handle[handle]
@@ -85,16 +85,11 @@ class RequestTable:
 
     def count_emits(self, signal: str, handles: np.ndarray) -> None:
         """One more value of `signal` for each handle (each at most once per call)."""
-        index = self._signals.get(signal)
-        if index is None:
-            index = self._signals[signal] = len(self._signals)
-            self.emitted = np.vstack([self.emitted, np.zeros((1, self.emitted.shape[1]), np.int64)])
-        self.emitted[index, handles] += 1
+        emitted = self._emitted.get(signal)
+        if emitted is None:
+            emitted = self._emitted[signal] = np.zeros(self.in_steps.size, np.int64)
+        emitted[handles] += 1
 
     def emits(self, handle: int) -> dict[str, int]:
         """Values emitted for a request so far, by signal."""
-        return {
-            name: int(self.emitted[index, handle])
-            for name, index in self._signals.items()
-            if self.emitted[index, handle]
-        }
+        return {signal: int(emitted[handle]) for signal, emitted in self._emitted.items() if emitted[handle]}
