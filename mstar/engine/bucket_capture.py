@@ -11,7 +11,7 @@ from torch import Tensor
 from mstar.engine import node_runtime as fields
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig
 from mstar.engine.cuda_graph_runner import Bucket
-from mstar.engine.engine_config import EngineConfig
+from mstar.engine.engine_config import EngineConfig, auto_capture_sizes
 from mstar.engine.forward import record_bucket
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.resources.paged_kv import PagedKV
@@ -31,7 +31,10 @@ class CaptureError(Exception):
 def capture_buckets(
     nodes: Sequence[NodeRuntime], builder: StepBuilder, config: EngineConfig, progress: Progress | None = None
 ) -> int:
-    """Capture what the nodes declare at the deployment's sizes; returns how many buckets there are."""
+    """Capture what the nodes declare at the deployment's sizes; returns how many buckets there are.
+
+    Sizes that the platform chose are given up where a CPU cannot record the walk: padding would only cost.
+    """
     wanted = [
         (node, declared, size)
         for node in nodes
@@ -39,18 +42,30 @@ def capture_buckets(
         for size in capture_sizes(declared, config)
     ]
     wanted.sort(key=lambda item: -item[2])
+    given_up: set[tuple[str, CudaGraphConfig]] = set()
+    num_buckets = 0
     for done, (node, declared, size) in enumerate(wanted):
         if progress is not None:
             progress(f"capture {node.name} {declared.walk}", done, len(wanted))
-        node.graphs.add(capture_bucket(node, declared, size, builder, config))
+        if (node.name, declared) in given_up:
+            continue
+        bucket = capture_bucket(node, declared, size, builder, config)
+        chosen_here = config.capture_sizes is None and declared.capture_batch_sizes is None
+        if chosen_here and config.device.type == "cpu" and not bucket.graph.is_recorded:
+            given_up.add((node.name, declared))
+            continue
+        node.graphs.add(bucket)
+        num_buckets += 1
     if progress is not None and wanted:
         progress("capture", len(wanted), len(wanted))
-    return len(wanted)
+    return num_buckets
 
 
 def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[int]:
     """Sizes of a declaration in this deployment, none above its row limit."""
-    sizes = config.capture_sizes if declared.capture_batch_sizes is None else declared.capture_batch_sizes
+    sizes = declared.capture_batch_sizes
+    if sizes is None:
+        sizes = auto_capture_sizes(config.max_rows) if config.capture_sizes is None else config.capture_sizes
     return sorted({size for size in sizes if 0 < size <= config.max_rows})
 
 

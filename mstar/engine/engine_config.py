@@ -28,6 +28,17 @@ class MixedPrecision:
         return torch.float32
 
 
+def auto_capture_sizes(max_rows: int) -> tuple[int, ...]:
+    """Every size up to 8, then steps of about a fifth: a padded row on a CPU costs what a real one does, and there the
+    Python that a tape saves weighs little."""
+    sizes: list[int] = []
+    size = 1
+    while size <= min(max_rows, 64):
+        sizes.append(size)
+        size += 1 if size < 8 else max(2, size // 10 * 2)
+    return tuple(sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`capacity`: handles 0 to capacity - 1. `max_rows`: rows of one step at most.
@@ -35,9 +46,9 @@ class EngineConfig:
     A cache is sized by `num_pages[key]` (pages that requests can own); caches without an entry share `resource_bytes`
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
     `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
-    declarations that name none (empty: such walks run eagerly, at their exact size). `stored_signals[node]`:
-    sampled-token signals that must become tensors of the store because something other than the same node or the client
-    receives them.
+    declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's sizes, see
+    `auto_capture_sizes`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
+    something other than the same node or the client receives them.
 
     `debug_poison` makes what must not be read unreadable: padding and freed pages hold NaN, static outputs and output
     slots are overwritten as soon as they may be. `guard_outputs=False` hands out the step's own buffers instead of
@@ -52,7 +63,7 @@ class EngineConfig:
     num_pages: Mapping[str, int] = field(default_factory=dict)
     resource_bytes: int | None = None
     backends: Mapping[str, str] = field(default_factory=dict)
-    capture_sizes: tuple[int, ...] = ()
+    capture_sizes: tuple[int, ...] | None = ()
     stored_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)
     debug_poison: bool = False
     guard_outputs: bool = True

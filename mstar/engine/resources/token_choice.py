@@ -9,7 +9,7 @@ by falling logit, equal logits by rising index; every rule keeps a prefix of tha
 
 The draw takes the first token at which the cumulative probability of the shortest prefix exceeds `uniform`.
 Sorting a whole vocabulary is what costs, so a row is first looked at through its `num_candidates` largest logits; where
-they provably decide, that is the answer, and only the other rows are sorted whole. Probabilities add up in fp64, so
+they provably decide, that is the answer, and only the other rows are looked at whole. Probabilities add up in fp64, so
 that both ways give the same token.
 """
 
@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mstar.engine.resources.binned_draw import draw_token
+
 
 class ChoiceParams(NamedTuple):
     """Columns fp32 `[rows, 1]`. `top_k` 0: no limit; `top_p` 1 and `min_p` 0: no cut. `uniform` in (0, 1)."""
@@ -29,9 +31,6 @@ class ChoiceParams(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     uniform: Tensor
-
-    def rows(self, index: Tensor) -> ChoiceParams:
-        return ChoiceParams(*(column[index] for column in self))
 
 
 class _Drawn(NamedTuple):
@@ -56,16 +55,17 @@ def choose_tokens(logits: Tensor, params: ChoiceParams, num_candidates: int, *, 
     drawn = _draw(values, tokens, mass, params, vocab)
     if logits.device.type != "cpu" or bool(drawn.decided.all()):
         return drawn.tokens
-    rest = torch.nonzero(~drawn.decided).flatten()
-    mass = None if mass is None else mass[rest]
-    drawn.tokens[rest] = choose_tokens_sorted(logits[rest], params.rows(rest), mass)
+    for row in torch.nonzero(~drawn.decided).flatten().tolist():
+        if bool(logits[row].amax().isfinite()):
+            drawn.tokens[row] = _draw_alone(logits[row], params, row)
     return drawn.tokens
 
 
-def choose_tokens_sorted(logits: Tensor, params: ChoiceParams, mass: Tensor | None) -> Tensor:
-    """The definition: over the whole sorted vocabulary. `mass` as in `choose_tokens` (fp64 `[rows, 1]`)."""
-    values, tokens = torch.sort(logits, dim=-1, descending=True, stable=True)
-    return _draw(values, tokens, mass, params, logits.shape[1]).tokens
+def _draw_alone(logits: Tensor, params: ChoiceParams, row: int) -> int:
+    """One row on a CPU, over the whole vocabulary."""
+    temperature, top_k, top_p, min_p, uniform = (float(column[row]) for column in params)
+    weights = ((logits - logits.amax()) / params.temperature[row]).exp()
+    return draw_token(logits.numpy(), weights.numpy(), temperature, int(top_k), top_p, min_p, uniform)
 
 
 def _whole_mass(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -159,6 +159,16 @@ def test_sizes_of_the_declaration_and_of_the_deployment():
     assert progress[0] == ("capture LLM decode", 0, 2) and progress[-1] == ("capture", 2, 2)
 
 
+def test_the_platform_captures_what_it_can_record(kernels: str):
+    rig = EngineRig(capture_sizes=None, max_rows=12)
+    assert rig.engine._nodes[NODE].graphs.num_buckets == (10 if kernels == "native" else 0)  # 1 to 8, 10, 12
+    for handle in range(3):
+        rig.open(handle, PROMPTS[handle])
+    rig.generate(range(3), 9)
+    for handle in range(3):
+        assert rig.out[handle] == rig.decoder.reference_greedy(PROMPTS[handle], 9)
+
+
 def test_warm_up_runs_every_declared_walk_and_keeps_nothing():
     rig = EngineRig()
     rig.engine.warmup()

@@ -74,6 +74,8 @@ def test_a_draw_equals_the_definition(params: dict, seed: int, logits_seed: int,
 def test_the_short_list_decides_nothing_wrongly(levels: int, num_candidates: int):
     """However short the list of candidates is, the token is that of the whole sort."""
     logits = torch.stack([random_logits(seed, levels=levels) for seed in range(64)])
+    logits[::3, ::2] = float("-inf")
+    logits[5] = 1.0  # nothing but ties
     generator = torch.Generator().manual_seed(1)
 
     def column(*values: float) -> torch.Tensor:
