@@ -207,10 +207,10 @@ class RowMachine:
             self._walk_over(row)
 
     def _advance(self, row: RowState, loop: LoopProgram) -> None:
+        """All in the loop have run and used up their inputs, so the positions that loop-backs move to are empty."""
         row.done &= ~loop.inside
         row.iterations[loop.index] += 1
         for source, target in loop.promotes:
-            self._drop(row, target)
             if row.filled >> source & 1:
                 row.ids[target] = row.ids[source]
                 row.filled ^= 1 << source | 1 << target
@@ -300,6 +300,7 @@ class RowMachine:
     def _drop(self, row: RowState, position: int) -> None:
         if row.filled >> position & 1:
             self._refs.release(row.ids[position])
+            row.ids[position] = NO_TENSOR
             row.filled ^= 1 << position
 
     def _has_iterated(self, row: RowState, scope: int) -> bool:

@@ -53,8 +53,6 @@ class InputRegisters:
     def dropped_by(self, loop: LoopUnit) -> list[int]:
         """Positions without a reader once the loop, which is around the node, has ended."""
         gone = [register.position for register in self.registers if loop.scope in register.feeds]
-        # A register that a loop other than the outermost renews dies with that loop as well.
-        gone += [r.position for r in self.registers[1:] if r.feeds[0] is loop]
         return gone + [back.position for back in self.backs if back.edge.scope is loop]
 
 

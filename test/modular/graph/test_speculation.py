@@ -295,6 +295,15 @@ def test_an_inner_loop_that_restarts_is_not_gone_on_with() -> None:
     assert bench.take("a", "w").iterations == [0]
 
 
+def test_a_restarted_loop_begins_with_the_value_from_outside_although_its_loop_back_is_live() -> None:
+    inner = Loop(node("a", ("x",), (edge("a", "x"),)), 3, name="inner")
+    bench = GraphBench(compile_one({"w": Loop(inner, 2, name="outer")}, ("x",)))
+    bench.graph.persist(1, "main", "x", bench.put()[0])
+    bench.add(1, walk="w")
+    seen = [bench.run("a", "w", live=["x"])[0].ids["x"][0] for _ in range(6)]
+    assert seen == [1, LIVE_COLUMN, LIVE_COLUMN] * 2
+
+
 def test_a_stop_of_the_outer_loop_leaves_the_armed_row_going() -> None:
     bench = GraphBench(compile_one({"w": Loop(Loop(node("a"), 2, name="inner"), 5, name="outer")}))
     bench.add(1, walk="w")
