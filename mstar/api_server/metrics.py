@@ -61,18 +61,25 @@ def render(handle: ConductorHandle) -> bytes:
 
 
 def worker_families(gauges: Iterable[tuple[str, float]]) -> Iterator[Metric]:
-    """Families of gauges that workers report as `name{label="value"}`; a name in `_total` is a counter."""
+    """Families of what workers report as `name{label="value"}`: a counter where the name ends in `_total`, a histogram
+    where there are buckets, a gauge else."""
+    samples = [
+        (match["name"], match["labels"] or "", value) for text, value in gauges if (match := _GAUGE.fullmatch(text))
+    ]
+    histograms = {name.removesuffix("_bucket") for name, _, _ in samples if name.endswith("_bucket")}
     families: dict[str, Metric] = {}
-    for text, value in gauges:
-        match = _GAUGE.fullmatch(text)
-        if match is None:
-            continue
-        name = match["name"]
-        if name not in families:
-            kind = "counter" if name.endswith("_total") else "gauge"
-            families[name] = Metric(name.removesuffix("_total"), "Reported by the workers.", kind)
-        labels = {key: re.sub(r"\\(.)", r"\1", label) for key, label in _LABEL.findall(match["labels"] or "")}
-        families[name].add_sample(name, labels, value)
+    for name, labels, value in samples:
+        base, _, part = name.rpartition("_")
+        if base in histograms and part in ("bucket", "sum", "count"):
+            kind = "histogram"
+        elif part == "total":
+            kind = "counter"
+        else:
+            kind, base = "gauge", name
+        if base not in families:
+            families[base] = Metric(base, "Reported by the workers.", kind)
+        pairs = {key: re.sub(r"\\(.)", r"\1", label) for key, label in _LABEL.findall(labels)}
+        families[base].add_sample(name, pairs, value)
     yield from families.values()
 
 

@@ -35,7 +35,7 @@ _described: list[type[BaseModel]] = []
 
 
 def describe(schema: type[BaseModel] | None, summary: str, *, text: str | None = None) -> dict[str, Any]:
-    """Keyword arguments of a route: its body, its answers, its errors. `text`: a media type that it answers with too."""
+    """Keyword arguments of a route: its body, answers and errors. `text`: a media type that it answers with too."""
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if text is not None:
         answer[text] = {"schema": {"type": "string"}}

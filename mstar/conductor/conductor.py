@@ -212,7 +212,9 @@ class Conductor:
             )
             return
         progress.waiting.discard(message.rank)
-        record.expected.update({(message.rank, signal): count for signal, count in message.emits.items()})
+        for signal, count in message.emits.items():  # totals of the request, so a later report has the larger ones
+            key = (message.rank, signal)
+            record.expected[key] = max(count, record.expected.get(key, 0))
         if message.partition == self._walks.text_partition:
             record.num_computed_tokens = max(record.num_computed_tokens, message.num_computed_prompt_tokens)
         if message.reason == "stop":  # a worker without the stopping node reports the end of its walks only

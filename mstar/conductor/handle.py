@@ -28,10 +28,11 @@ from mstar.conductor.request_table import RequestRecord
 from mstar.conductor.statistics import Statistics
 from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
-from mstar.model.base import Model, ModelCard, NoParameters, PreparedPrompt
+from mstar.model.base import Model, ModelCard, PreparedPrompt
 
 logger = logging.getLogger(__name__)
 RETRY_FULL_QUEUE_S = 1
+RETRY_NOT_READY_S = 2
 PROMPT_TAIL = 8
 ABORTED = Failure(499, "request_aborted", "The request was aborted.")
 TIMED_OUT = Failure(504, "request_timeout", "The request took longer than this server allows.")
@@ -153,7 +154,7 @@ class ConductorHandle:
         Raises:
             RefusedError: the prompt is at fault.
         """
-        prepared = await self._pool.prepare(prompt, NoParameters().model_dump_json().encode(), 1)
+        prepared = await self._pool.prepare(prompt, b"{}", 1)
         return [] if prepared.token_ids is None else prepared.token_ids.tolist()
 
     def begin_drain(self) -> None:
@@ -183,7 +184,9 @@ class ConductorHandle:
         if self.is_draining:
             raise RefusedError(SHUT_DOWN)
         if reason := self.why_not_ready():
-            raise RefusedError(Failure(503, "not_ready", f"The server cannot answer now: {reason}.", retry_after_s=2))
+            raise RefusedError(
+                Failure(503, "not_ready", f"The server cannot answer now: {reason}.", retry_after_s=RETRY_NOT_READY_S)
+            )
         waiting = self._conductor.num_waiting
         if waiting and waiting + request.num_results > self._max_queue:
             message = f"{waiting} requests wait already, at most {self._max_queue} may. Try again later."
@@ -209,33 +212,43 @@ class ConductorHandle:
     def _start(self, stream: RequestStream, prepared: Sequence[PreparedPrompt], parameters: bytes) -> None:
         request = stream.request
         if reason := self.why_not_ready():
-            raise RefusedError(Failure(503, "worker_lost", f"The server cannot answer now: {reason}.", retry_after_s=2))
+            raise RefusedError(
+                Failure(503, "worker_lost", f"The server cannot answer now: {reason}.", retry_after_s=RETRY_NOT_READY_S)
+            )
         lengths = [0 if prompt.token_ids is None else len(prompt.token_ids) for prompt in prepared]
         bound = self._workers.max_total_tokens
         granted = [grant_tokens(request, length, self.facts.max_seq_len, bound) for length in lengths]
         seed = secrets.randbits(63) if request.seed is None else request.seed
-        for index, (prompt, length, max_tokens) in enumerate(zip(prepared, lengths, granted, strict=True)):
-            self.statistics.num_prompt_tokens += length
-            tail = () if prompt.token_ids is None else tuple(prompt.token_ids[-PROMPT_TAIL:].tolist())
-            stream.push(PreparedEvent(index, length, tail))
-            for i in range(request.num_choices):
-                sampling = msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens)
-                partitions, limits = self._walks.plan(prompt, max_tokens)
-                opening = OpenRequest(
-                    sampling=sampling,
-                    prompt_ids=None if prompt.token_ids is None else from_numpy(prompt.token_ids),
-                    inputs={name: from_numpy(array) for name, array in prompt.inputs.items()},
-                    limits=limits,
-                    parameters=parameters,
-                    priority=request.priority,
-                )
-                record = RequestRecord(
-                    rid=f"{self._run_tag}-{next(self._numbers):x}",
-                    stream=stream,
-                    choice=index * request.num_choices + i,
-                    num_prompt_tokens=length,
-                    step_metadata=prompt.step_metadata,
-                    partitions=partitions,
-                    ranks=self._walks.ranks_of(partitions),
-                )
-                self._conductor.start(record, opening)
+        for index, (prompt, max_tokens) in enumerate(zip(prepared, granted, strict=True)):
+            self._start_prompt(stream, index, prompt, max_tokens, seed, parameters)
+
+    def _start_prompt(
+        self, stream: RequestStream, index: int, prompt: PreparedPrompt, max_tokens: int, seed: int, parameters: bytes
+    ) -> None:
+        """Puts all choices of one prompt on the workers."""
+        request, ids = stream.request, prompt.token_ids
+        length = 0 if ids is None else len(ids)
+        self.statistics.num_prompt_tokens += length
+        stream.push(PreparedEvent(index, length, () if ids is None else tuple(ids[-PROMPT_TAIL:].tolist())))
+        prompt_ids = None if ids is None else from_numpy(ids)
+        inputs = {name: from_numpy(array) for name, array in prompt.inputs.items()}
+        for i in range(request.num_choices):
+            partitions, limits = self._walks.plan(prompt, max_tokens)
+            opening = OpenRequest(
+                sampling=msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens),
+                prompt_ids=prompt_ids,
+                inputs=inputs,
+                limits=limits,
+                parameters=parameters,
+                priority=request.priority,
+            )
+            record = RequestRecord(
+                rid=f"{self._run_tag}-{next(self._numbers):x}",
+                stream=stream,
+                choice=index * request.num_choices + i,
+                num_prompt_tokens=length,
+                step_metadata=prompt.step_metadata,
+                partitions=partitions,
+                ranks=self._walks.ranks_of(partitions),
+            )
+            self._conductor.start(record, opening)

@@ -76,9 +76,13 @@ class FrontChild:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        if self._with_worker:
-            self.start_worker()
-            self.wait_until(lambda: self.http.get("/ready").status_code == 200, timeout_s=30)
+        try:
+            if self._with_worker:
+                self.start_worker()
+                self.wait_until(lambda: self.http.get("/ready").status_code == 200, timeout_s=60)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,7 +92,7 @@ class FrontChild:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
-        if self._with_worker:
+        if self._with_worker and hasattr(self, "worker"):
             self.worker.bus.close()
         self.supervisor.close()
 
@@ -119,13 +123,16 @@ class FrontChild:
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            has_ended = self.process.poll() is not None
             try:
                 if condition():
                     return
             except httpx.TransportError:
                 pass
+            if has_ended:
+                break
             time.sleep(0.02)
-        raise AssertionError(f"the condition did not become true; the process: {self.process.poll()}")
+        raise AssertionError(f"it did not become true; exit code {self.process.poll()}; log:\n{self.log()}")
 
     def cpu_s(self) -> float:
         """CPU time of the process, all threads."""

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.running_front import MAX_SEQ_LEN, MODEL, RunningFront
 
 import mstar
+from mstar.api_server.metrics import worker_families
 
 
 def metrics(front: RunningFront) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -91,6 +92,28 @@ def test_gauges_of_workers_are_shown_as_they_are(front: RunningFront):
     assert 'mstar_steps_total{kind="fresh"} 1.0' in text
     assert "mstar_worker_restarts_total 0.0" in text and "mstar_handles 0.0" in text
     assert re.search(r"^mstar_waiting_choices 0\.0$", text, re.MULTILINE)
+
+
+def test_what_workers_report_keeps_its_kind():
+    reported = {
+        'rows_bucket{le="1"}': 2.0,
+        'rows_bucket{le="+Inf"}': 3.0,
+        "rows_sum": 9.0,
+        "rows_count": 3.0,
+        "head_count": 4.0,
+        r'odd{name="a\"b\\c"}': 5.0,
+        "steps_total": 6.0,
+        "no metric at all": 7.0,
+    }
+    families = {family.name: family for family in worker_families(reported.items())}
+    assert {name: family.type for name, family in families.items()} == {
+        "rows": "histogram",
+        "head_count": "gauge",
+        "odd": "gauge",
+        "steps": "counter",
+    }
+    assert families["odd"].samples[0].labels == {"name": 'a"b\\c'}
+    assert [sample.value for sample in families["rows"].samples] == [2.0, 3.0, 9.0, 3.0]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
