@@ -123,14 +123,12 @@ class FrontChild:
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 10) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            has_ended = self.process.poll() is not None
             try:
                 if condition():
                     return
             except httpx.TransportError:
-                pass
-            if has_ended:
-                break
+                if self.process.poll() is not None:
+                    break
             time.sleep(0.02)
         raise AssertionError(f"it did not become true; exit code {self.process.poll()}; log:\n{self.log()}")
 
