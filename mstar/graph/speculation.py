@@ -59,43 +59,42 @@ class Speculations:
     def going(self, spec_id: int) -> list[int]:
         """The rows that the routing of the step before has carried into the iteration they are armed for."""
         entry, armed = self._find(spec_id)
-        return [handle for handle in armed if self._goes_on(entry, entry.rows.get(handle))]
+        return self._going(entry, armed)
 
     def settle(self, spec_id: int, keep: Sequence[int]) -> None:
         entry, armed = self._find(spec_id)
-        node, bit = entry.node, entry.node.bit
+        node, bit, table = entry.node, entry.node.bit, entry.rows
         kept = set(keep)
-        if kept:
-            known = kept.intersection(armed)
-            for handle in keep:
-                if handle not in known or not self._goes_on(entry, entry.rows.get(handle)):
-                    raise GraphError(
-                        f"speculation {spec_id} cannot keep row {handle}: it is not armed, the step before it is not "
-                        "routed, or its loop has ended"
-                    )
+        if kept and (stray := kept.difference(self._going(entry, armed))):
+            raise GraphError(
+                f"speculation {spec_id} cannot keep the rows {sorted(stray)}: they are not armed, the step before is "
+                "not routed, or their loop has ended"
+            )
         del self._armed[spec_id]
-        for handle in armed:
-            row = entry.rows.get(handle)
-            if handle in kept and row is not None:
-                row.armed ^= bit
-                row.running |= bit
-                row.sequences[node.index] = -1
-            else:
-                self._disarm(entry, row)
+        index = node.index
+        for handle in kept:
+            row = table[handle]
+            row.armed ^= bit
+            row.running |= bit
+            row.sequences[index] = -1
+        if len(kept) < len(armed):
+            for handle in armed:
+                if handle not in kept:
+                    self._disarm(entry, table.get(handle))
 
     @staticmethod
-    def _goes_on(entry: KeyEntry, row: RowState | None) -> bool:
-        """Armed, all else as for a row that is ready, and in a later iteration of its loop: in the first, the loop has
-        ended and was begun anew by a loop around it."""
-        node = entry.node
-        return (
-            row is not None
-            and bool(row.armed & node.bit)
-            and not (row.running | row.done) & node.bit
-            and row.active
-            and row.iterations[node.scope] > 0
-            and row.filled & node.need == node.need
-        )
+    def _going(entry: KeyEntry, handles: list[int]) -> list[int]:
+        """Those that are armed and neither wait for the step before nor have come to the end of their loop. In its
+        first iteration, a loop has ended and was begun anew by a loop around it."""
+        bit, scope, table = entry.node.bit, entry.node.scope, entry.rows
+        return [
+            handle
+            for handle in handles
+            if (row := table.get(handle)) is not None
+            and row.armed & bit
+            and not (row.running | row.done) & bit
+            and row.iterations[scope] > 0
+        ]
 
     def _find(self, spec_id: int) -> tuple[KeyEntry, list[int]]:
         found = self._armed.get(spec_id)

@@ -8,7 +8,7 @@ from support.graph_books import CheckedBooks
 
 from mstar.graph.base import EMIT_TO_CLIENT, EMPTY_DESTINATION, GraphEdge, GraphNode, GraphSection, nodes_of
 from mstar.graph.compile import CompiledGraph, compile_walks
-from mstar.graph.protocol import LIVE_COLUMN, ReadyKey, Routed, SlotRef, TakenRows
+from mstar.graph.protocol import LIVE_COLUMN, GraphRuntime, ReadyKey, Routed, SlotRef, TakenRows
 from mstar.graph.runtime import PyGraphRuntime
 from mstar.streaming.topology import Partition, PartitionTopology
 
@@ -48,7 +48,7 @@ class GraphBench:
     def __init__(self, graph: CompiledGraph, me: int = 0, disabled: frozenset[tuple[str, str]] = frozenset()) -> None:
         self.compiled = graph
         self.books = CheckedBooks()
-        self.graph = PyGraphRuntime(graph, me, self.books, disable_spec_node_walks=disabled)
+        self.graph: GraphRuntime = PyGraphRuntime(graph, me, self.books, disable_spec_node_walks=disabled)
         self.routed = Routed()
 
     def add(self, *handles: int, walk: str | None, partition: str = "main", **limits: int) -> None:

@@ -14,9 +14,10 @@ from collections import Counter
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.graph_cluster import Chances, Cluster
+from support.graph_cluster import Cluster
 from support.graph_programs import Program, grow_program
 from support.graph_reference import Reference
+from support.graph_worker import Chances
 
 from mstar.graph.compile import compile_walks
 

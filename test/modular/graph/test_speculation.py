@@ -163,7 +163,7 @@ def test_a_dynamic_stop_wastes_the_armed_row() -> None:
     with pytest.raises(GraphError, match="cannot enter 'prefill'"):
         bench.graph.set_walk(1, "main", "prefill")
     assert bench.graph.spec_going(spec_id) == [2]
-    with pytest.raises(GraphError, match="cannot keep row 1"):
+    with pytest.raises(GraphError, match=r"cannot keep the rows \[1\]"):
         bench.graph.spec_settle(spec_id, [1, 2])
     bench.graph.spec_settle(spec_id, [2])
     assert bench.ready() == []
@@ -179,9 +179,9 @@ def test_rows_are_kept_only_after_the_step_before_is_routed() -> None:
     bench = decoding(1)
     spec_id, _ = arm(bench, 1)
     assert bench.graph.spec_going(spec_id) == []
-    with pytest.raises(GraphError, match="the step before it is not routed"):
+    with pytest.raises(GraphError, match="the step before is not routed, or"):
         bench.graph.spec_settle(spec_id, [1])
-    with pytest.raises(GraphError, match="cannot keep row 2"):
+    with pytest.raises(GraphError, match=r"cannot keep the rows \[2\]"):
         bench.graph.spec_settle(spec_id, [2])
     finish(bench, 1)
     bench.graph.spec_settle(spec_id, [1])
