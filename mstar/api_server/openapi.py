@@ -38,7 +38,7 @@ def describe(schema: type[BaseModel] | None, summary: str, *, text: str | None =
     """Keyword arguments of a route: its body, answers and errors. `text`: a media type that it answers with too."""
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if text is not None:
-        answer[text] = {"schema": {"type": "string"}}
+        answer[text] = {}
     responses: dict[int | str, dict[str, Any]] = {200: {"description": "The answer", "content": answer}}
     for status in ERROR_STATUSES:
         content = {"application/json": {"schema": {"$ref": REF.format(model="Error")}}}
@@ -57,9 +57,11 @@ def build_openapi(app: FastAPI, served_names: tuple[str, ...]) -> dict[str, Any]
     _, definitions = models_json_schema([(schema, "validation") for schema in _described], ref_template=REF)
     schemas = {"Error": ERROR_SCHEMA, **definitions.get("$defs", {})}
     for schema in _described:
-        properties = schemas[schema.__name__].get("properties", {})
-        if "model" in properties:
-            properties["model"] = {"title": "Model", "enum": list(served_names)}
+        declared = schemas[schema.__name__]
+        if "model" in declared.get("properties", {}):
+            may_be_null = "model" not in declared.get("required", ())
+            names = [*served_names, None] if may_be_null else list(served_names)
+            declared["properties"]["model"] = {"title": "Model", "enum": names}
     document.setdefault("components", {})["schemas"] = schemas
     for operations in document["paths"].values():
         for operation in operations.values():
