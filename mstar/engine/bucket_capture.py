@@ -11,7 +11,7 @@ from torch import Tensor
 from mstar.engine import node_runtime as fields
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig
 from mstar.engine.cuda_graph_runner import Bucket
-from mstar.engine.engine_config import EngineConfig, auto_capture_sizes
+from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig
 from mstar.engine.forward import record_bucket
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.resources.paged_kv import PagedKV
@@ -65,7 +65,7 @@ def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[int]:
     """Sizes of a declaration in this deployment, none above its row limit."""
     sizes = declared.capture_batch_sizes
     if sizes is None:
-        sizes = auto_capture_sizes(config.max_rows) if config.capture_sizes is None else config.capture_sizes
+        sizes = AUTO_CAPTURE_SIZES if config.capture_sizes is None else config.capture_sizes
     return sorted({size for size in sizes if 0 < size <= config.max_rows})
 
 

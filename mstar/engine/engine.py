@@ -26,7 +26,7 @@ from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.staging import NoDeviceCopies, StepShape, fill_padding
 from mstar.engine.step import Rows
-from mstar.engine.step_builder import StepBuilder, slice_columns
+from mstar.engine.step_builder import HookFailed, StepBuilder, ask_can_batch, ask_check_stop, slice_columns
 from mstar.engine.step_inputs import find_inputs, row_shapes
 from mstar.engine.step_plan import StepPlan
 from mstar.engine.step_runner import StepWork
@@ -154,7 +154,8 @@ class Engine:
         return AdmitOutcome()
 
     def plan(self, step: Step) -> None:
-        """Write the step's block into a staging slot of its own, then move lengths and draw indices."""
+        """Write the step's block into a staging slot of its own, then move lengths and draw indices. A step whose node
+        fails in a hook is undone, with its rows in `failed`."""
         if step.txn is None or step.state is not StepState.BUILT:
             raise RuntimeError(f"a step is planned once, after admission, not in state {step.state.value}")
         node = self._nodes[step.node]
@@ -164,6 +165,10 @@ class Engine:
             self._plan(node, plan)
             for item in plan.touched:
                 item.resource.advance(item.step, item.context({}, plan.shape), step.txn)
+        except HookFailed as error:
+            self._drop(step)
+            step.failed.update(dict.fromkeys(step.handles.tolist(), str(error)))
+            return
         except BaseException:
             self._drop(step)
             raise
@@ -215,7 +220,8 @@ class Engine:
             outputs.ids[name] = self._put(value)
 
     def check_stop(self, step: Step) -> list[tuple[StepPart, StopDecision]]:
-        """What the node's `check_stop` decides on the step's host rows, part by part; failed rows are left out."""
+        """What the node's `check_stop` decides on the step's host rows, part by part; failed rows are left out. A part
+        whose hook fails is added to `failed`."""
         node = self._nodes[step.node]
         if step.error is not None:
             return []
@@ -226,7 +232,12 @@ class Engine:
             host = step.outputs.host
             if not whole:
                 host = {name: rows[part.begin : part.end] for name, rows in host.items()}
-            for decision in node.submodule.check_stop(part.taken.key.walk, columns, host):
+            try:
+                answers = ask_check_stop(node, part.taken.key.walk, columns, host)
+            except HookFailed as error:
+                step.failed.update(dict.fromkeys(part.taken.rows, str(error)))
+                continue
+            for decision in answers:
                 index = decision.index
                 if step.failed:
                     index = np.array(
@@ -278,7 +289,7 @@ class Engine:
         num_rows = plan.rows.handles.size
         plan.ranges = ((0, num_rows),)
         if node.asks_can_batch and num_rows > 1:
-            if not node.submodule.can_batch(plan.walk, row_shapes(plan.found, num_rows)):
+            if not ask_can_batch(node, plan.walk, row_shapes(plan.found, num_rows)):
                 plan.ranges = tuple((row, row + 1) for row in range(num_rows))
         if len(plan.ranges) == 1 and (plan.token_ids is None or plan.live_only):
             bucket = node.graphs.lookup(plan.walk, plan.cg_key_info, num_rows)

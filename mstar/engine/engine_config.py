@@ -28,15 +28,9 @@ class MixedPrecision:
         return torch.float32
 
 
-def auto_capture_sizes(max_rows: int) -> tuple[int, ...]:
-    """Every size up to 8, then steps of about a fifth: a padded row on a CPU costs what a real one does, and there the
-    Python that a tape saves weighs little."""
-    sizes: list[int] = []
-    size = 1
-    while size <= min(max_rows, 64):
-        sizes.append(size)
-        size += 1 if size < 8 else max(2, size // 10 * 2)
-    return tuple(sizes)
+AUTO_CAPTURE_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+"""Dense, because a padding row costs a CPU what a real one does; not beyond, because there the Python that a tape saves
+weighs little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +41,7 @@ class EngineConfig:
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
     `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
     declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's sizes, see
-    `auto_capture_sizes`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
+    `AUTO_CAPTURE_SIZES`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
     something other than the same node or the client receives them.
 
     `debug_poison` makes what must not be read unreadable: padding and freed pages hold NaN, static outputs and output

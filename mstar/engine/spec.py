@@ -20,6 +20,10 @@ class PagedKVSpec:
     page_size: int = 64
 
 
+ATTENTION_BACKENDS = ("cpu", "torch_ref")
+"""Names that a deployment may choose from; `mstar.engine.resources.attention_backends` implements them."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Attention over the cache `kv_key`. `scale=None` means `head_dim ** -0.5`. Tunable: `backend`."""

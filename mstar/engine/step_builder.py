@@ -5,7 +5,7 @@ Loop thread, host integers. A hook is the model's code: what it raises fails row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.row_table import RowTable
 from mstar.engine.step import Rows, SubmoduleStep
 from mstar.engine.step_plan import StepPlan
-from mstar.engine.submodule import NodeBatch, NodeSubmodule, RowColumns
+from mstar.engine.submodule import NodeBatch, NodeSubmodule, RowColumns, StopDecision
 from mstar.engine.touched import Touched
 from mstar.graph.protocol import LIVE_COLUMN, TakenRows
 
@@ -29,8 +29,8 @@ class Built(NamedTuple):
     declined: list[int]
 
 
-class _PartFailed(Exception):
-    """A batch hook raised; the message names it."""
+class HookFailed(Exception):
+    """A batch hook raised, or answered what cannot be; the message names it."""
 
 
 class StepBuilder:
@@ -54,7 +54,7 @@ class StepBuilder:
             part_columns = columns if len(parts) == 1 else slice_columns(columns, part)
             try:
                 batches.append(self._ask(node, part.taken.key.walk, part_columns, failed))
-            except _PartFailed as error:
+            except HookFailed as error:
                 failed.update(dict.fromkeys(part.taken.rows, str(error)))
         handles = columns.handles
         if failed:
@@ -68,7 +68,7 @@ class StepBuilder:
         if not failed:
             try:
                 plan = self._plan(node, parts[-1].taken.key.walk, columns, spans, batch)
-            except _PartFailed as error:
+            except HookFailed as error:
                 failed.update(dict.fromkeys(handles.tolist(), str(error)))
         return Built(self._step(node, parts, columns, spans, plan, failed), [])
 
@@ -98,7 +98,7 @@ class StepBuilder:
         try:
             batch = submodule.prepare_batch(walk, columns)
         except Exception as error:
-            raise _PartFailed(_hook_message(submodule, "prepare_batch", walk, error)) from error
+            raise HookFailed(_hook_message(submodule, "prepare_batch", walk, error)) from error
         return self._ask_rows(node, walk, columns, failed) if batch is None else batch
 
     def _ask_rows(self, node: NodeRuntime, walk: str, columns: RowColumns, failed: dict[int, str]) -> NodeBatch:
@@ -153,7 +153,7 @@ class StepBuilder:
             declared = submodule.declare_step(walk, rows, batch.kept)
             touched = [] if declared is None else touched_resources(node, declared, rows)
         except Exception as error:
-            raise _PartFailed(_hook_message(submodule, "declare_step", walk, error)) from error
+            raise HookFailed(_hook_message(submodule, "declare_step", walk, error)) from error
         token_ids = batch.token_ids
         live_only = token_ids is not None and token_ids.size == spans.size and bool((token_ids == LIVE_TOKEN).all())
         info = None if declared is None else declared.cg_key_info
@@ -194,6 +194,29 @@ def touched_resources(node: NodeRuntime, declared: SubmoduleStep, rows: Rows) ->
         if missing := [key for key in item.resource.reads if key not in declared.steps]:
             raise LookupError(f"the step touches {item.resource.key!r} but not {missing[0]!r}, which that reads")
     return touched
+
+
+def ask_can_batch(node: NodeRuntime, walk: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> bool:
+    """Raises `HookFailed`."""
+    try:
+        return node.submodule.can_batch(walk, shapes)
+    except Exception as error:
+        raise HookFailed(_hook_message(node.submodule, "can_batch", walk, error)) from error
+
+
+def ask_check_stop(
+    node: NodeRuntime, walk: str, columns: RowColumns, host: Mapping[str, np.ndarray]
+) -> list[StopDecision]:
+    """Raises `HookFailed`."""
+    submodule, num_rows = node.submodule, columns.handles.size
+    try:
+        decisions = submodule.check_stop(walk, columns, host)
+        for decision in decisions:
+            if decision.index.size and not 0 <= decision.index.min() <= decision.index.max() < num_rows:
+                raise IndexError(f"positions {decision.index.tolist()} in a part of {num_rows} rows")
+    except Exception as error:
+        raise HookFailed(_hook_message(submodule, "check_stop", walk, error)) from error
+    return decisions
 
 
 def slice_columns(columns: RowColumns, part: StepPart) -> RowColumns:

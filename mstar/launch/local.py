@@ -90,6 +90,7 @@ class LocalInstance:
                 deployment, self.model, self._compiled, place, bus, progress=progress, clock=clock, executor=executor
             )
             parts.engine.warmup()
+            parts.engine.capture()
             self.workers.append((worker, parts))
             for name in names:
                 self._front.connect(name, name)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence, Set
 
 import torch
 
-from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec
 from mstar.platforms import current_platform
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
 
+log = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 4 << 30
 CPU_CACHE_SHARE = 0.25
 AUTO_STEP_TOKENS = 2048
 
 
 def torch_device(config: DeploymentConfig) -> torch.device:
-    """The device that models run on.
-
-    Raises:
-        ConfigError: the configuration asks for one that is not there, or not supported yet.
-    """
-    wanted = current_platform.device_type() if config.device == "auto" else config.device
-    if wanted == "cuda" and current_platform.device_type() != "cuda":
-        raise ConfigError("device: cuda was asked for, and torch sees no accelerator; use device: cpu or auto")
+    """The CPU, also where there is an accelerator. `resolve_deployment` refuses `cuda`."""
+    if config.device == "auto" and current_platform.device_type() == "cuda":
+        log.info("there is an accelerator; this version runs on the CPU")
     return torch.device("cpu")
 
 
@@ -58,9 +54,10 @@ def engine_config(
     max_seq_len: int,
     capacity: int,
     stored_signals: Mapping[str, frozenset[str]],
+    weight_bytes: int,
 ) -> EngineConfig:
-    """Sizes of the engine's resources on one worker, which hosts the nodes of `specs`. Caches without a size
-    of their own share what is left for caches."""
+    """Sizes of the engine's resources on one worker, which hosts the nodes of `specs` and is about to load their
+    weights. Caches without a size of their own share what is left for caches."""
     caches = {resource.key for spec in specs for resource in spec.resources if isinstance(resource, PagedKVSpec)}
     pages = {
         key: tuning.num_pages
@@ -74,7 +71,7 @@ def engine_config(
         max_seq_len=max_seq_len,
         capacity=capacity,
         num_pages=pages,
-        resource_bytes=_cache_bytes(config, caches - pages.keys()),
+        resource_bytes=_cache_bytes(config, caches - pages.keys(), weight_bytes),
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),
         stored_signals=stored_signals,
@@ -86,15 +83,17 @@ def step_tokens(config: DeploymentConfig) -> int:
     return AUTO_STEP_TOKENS if tokens == "auto" else tokens
 
 
-def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...]:
-    """On a CPU a padded row costs as much as a real one, so `auto` captures nothing there."""
+def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...] | None:
+    """None: the engine's choice for the platform."""
+    if not config.capture.enabled:
+        return ()
     sizes = config.capture.batch_sizes
-    return () if not config.capture.enabled or sizes == "auto" else tuple(sorted(sizes))
+    return None if sizes == "auto" else tuple(sorted(sizes))
 
 
-def _cache_bytes(config: DeploymentConfig, caches: Set[str]) -> int:
-    """Bytes that these caches of one worker share."""
-    free = current_platform.free_memory_bytes("cpu") // config.num_workers
+def _cache_bytes(config: DeploymentConfig, caches: Set[str], weight_bytes: int) -> int:
+    """Bytes that these caches of one worker share, of what the weights will leave."""
+    free = max(0, current_platform.free_memory_bytes("cpu") // config.num_workers - weight_bytes)
     tuned = [config.resources[key].memory_fraction for key in sorted(caches & config.resources.keys())]
     fractions = [fraction for fraction in tuned if fraction is not None]
     return int(free * max(fractions)) if fractions else int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE))

@@ -44,6 +44,7 @@ def run_worker_process(spec: ChildSpec) -> None:
         announce=announce,
     )
     parts.engine.warmup()
+    parts.engine.capture()
     parts.inbox.apply([PeerUp(peer.rank, peer.incarnation, peer.address) for peer in spec.peers])
     heartbeat, heartbeat_bus = _start_heartbeat(spec, parts)
     _announce(spec, parts, bus)
