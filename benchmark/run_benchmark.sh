@@ -51,7 +51,8 @@ for concurrency in ${CONCURRENCIES:-1 8 32}; do
   "$python" -m benchmark.runner --url "$url" --load closed --concurrency "$concurrency" \
     --requests "$((concurrency * ${REQUESTS_PER_CLIENT:-4}))" --warmup "$concurrency" \
     --input-tokens "${INPUT_TOKENS:-128}" --output-tokens "${OUTPUT_TOKENS:-128}" \
-    --json ${RUNNER_ARGS:-} >"$file"
+    --json ${RUNNER_ARGS:-} >"$file.part"
+  mv "$file.part" "$file"
   "$python" - "$concurrency" "$file" <<'PY'
 import json, sys
 report = json.load(open(sys.argv[2]))
