@@ -4,7 +4,7 @@ from pathlib import Path
 
 project = "M*"
 author = "The M* contributors"
-copyright = "the M* contributors"  # noqa: A001    the name is Sphinx's
+copyright = "the M* contributors"
 release = re.search(r'__version__ = "(.+)"', (Path(__file__).parent.parent / "mstar" / "__init__.py").read_text())[1]
 version = release
 

@@ -98,6 +98,14 @@ def graph(target: Target = "smollm2", overrides: Overrides = None) -> None:
     raise typer.Exit(graph_command(target, overrides or []))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Put load on an OpenAI-compatible server and report latencies."""
+    from mstar.bench.command import main as bench_main
+
+    bench_main(context.args)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from mstar.config.load import ConfigError
-from mstar.config.schema import DeploymentConfig
-from mstar.engine.spec import NodeResourceSpec
+from mstar.config.schema import DeploymentConfig, ResourceTuning
+from mstar.engine.spec import ATTENTION_BACKENDS, AttentionSpec, NodeResourceSpec, PagedKVSpec, ResourceSpec
 from mstar.graph.base import nodes_of
 from mstar.graph.compile import CompiledGraph, compile_walks
 from mstar.model.base import Model, ModelCard, ModelSetup
@@ -94,6 +94,8 @@ def resolve_deployment(
     Raises:
         ConfigError, UnknownModelError, CheckpointError: with what to change.
     """
+    if config.device == "cuda":
+        raise ConfigError("device: cuda is not supported by this version, which runs on CPUs; use device: cpu or auto")
     card = find_card(config.model)
     spec = config.checkpoint or card.default_checkpoint
     checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress) if spec else None
@@ -143,8 +145,24 @@ def _check_names(config: DeploymentConfig, nodes: set[str], specs: Sequence[Node
         )
     if twice := sorted({node for node in placed if placed.count(node) > 1}):
         raise ConfigError(f"node_groups: {', '.join(twice)} is placed twice")
-    keys = {resource.key for spec in specs for resource in spec.resources}
-    if unknown := sorted(set(config.resources) - keys):
+    declared = {resource.key: resource for spec in specs for resource in spec.resources}
+    if unknown := sorted(set(config.resources) - declared.keys()):
         raise ConfigError(
-            f"resources: the model has no resource {', '.join(unknown)}; it has {', '.join(sorted(keys))}"
+            f"resources: the model has no resource {', '.join(unknown)}; it has {', '.join(sorted(declared))}"
         )
+    for key, tuning in config.resources.items():
+        _check_tuning(declared[key], tuning)
+
+
+def _check_tuning(resource: ResourceSpec, tuning: ResourceTuning) -> None:
+    """Each resource takes the tunables that mean something for it."""
+    name = f"resources.{resource.key}"
+    if not isinstance(resource, PagedKVSpec):
+        for size in ("num_pages", "memory_fraction"):
+            if getattr(tuning, size) is not None:
+                raise ConfigError(f"{name}.{size}: {resource.key} is no cache and has no size to choose")
+    if tuning.backend is not None:
+        if not isinstance(resource, AttentionSpec):
+            raise ConfigError(f"{name}.backend: {resource.key} has no backends to choose from")
+        if tuning.backend not in ATTENTION_BACKENDS:
+            raise ConfigError(f"{name}.backend: {tuning.backend!r} is unknown (known: {', '.join(ATTENTION_BACKENDS)})")

@@ -63,10 +63,16 @@ def build_rank(
     )
     local = compiled.nodes_on(place.rank)
     specs = [spec for spec in model.get_node_resources() if spec.node in local]
+    weights = _weights(deployment, local)
     sizes = engine_config(
-        config, specs, deployment.setup.max_seq_len, settings.capacity, compiled.stored_signals(place.rank)
+        config,
+        specs,
+        deployment.setup.max_seq_len,
+        settings.capacity,
+        compiled.stored_signals(place.rank),
+        weight_bytes=sum(row.num_bytes for row in weights),
     )
-    announce([*_weights(deployment, local), *plan_memory(specs, sizes)])
+    announce([*weights, *plan_memory(specs, sizes)])
     nodes = load_nodes(deployment, compiled, place.rank, progress)
     shared = None
     if config.num_workers > 1:

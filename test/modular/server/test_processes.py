@@ -80,14 +80,18 @@ class Streamed:
         assert not self._thread.is_alive()
 
     def _read(self, url: str, asked: dict) -> None:
-        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):  # the server was killed
-            with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=asked) as got:
-                self.status = got.status_code
-                for line in got.iter_lines():
-                    if line:
-                        self.lines.append(line)
-                    if '"text":"' in line:
-                        self._first.set()
+        killed = contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError)
+        with (
+            killed,
+            httpx.Client(timeout=60) as client,
+            client.stream("POST", f"{url}/v1/completions", json=asked) as got,
+        ):
+            self.status = got.status_code
+            for line in got.iter_lines():
+                if line:
+                    self.lines.append(line)
+                if '"text":"' in line:
+                    self._first.set()
         self.ended_at = time.monotonic()
 
     @property
@@ -236,7 +240,7 @@ def test_a_child_that_cannot_start_ends_the_start_with_its_traceback(checkpoint,
     broken.mkdir()
     for file in checkpoint.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
-    shard = sorted(broken.glob("*.safetensors"))[0]
+    shard = min(broken.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:100])
     process = start([str(broken), "--port", "0"], tmp_path / "log")
     assert process.wait(60) == 1

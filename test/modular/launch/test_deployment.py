@@ -1,0 +1,69 @@
+"""A deployment file against the model that it names: what does not fit is refused with its key before a start."""
+
+import pytest
+from support.checkpoints import write_directory
+
+from mstar.config.load import ConfigError, config_from_mapping
+from mstar.engine.resources.attention_backends import BACKENDS
+from mstar.engine.spec import ATTENTION_BACKENDS
+from mstar.launch.deployment import open_deployment, resolve_deployment
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("llama")
+    write_directory(directory)
+    return str(directory)
+
+
+def compiled(checkpoint: str, tmp_path, **values):
+    config = config_from_mapping({"model": "llama", "checkpoint": checkpoint, **values}, "f.yaml")
+    deployment = resolve_deployment(config, cache_dir=tmp_path)
+    return deployment.compile(deployment.model())
+
+
+REFUSED = [
+    ({"device": "cuda"}, "device: cuda is not supported"),
+    ({"max_seq_len": 257}, "max_seq_len: 257 is more than the model's 256 positions"),
+    ({"node_groups": [{"node_names": ["LM"]}]}, "the model has no node LM; its nodes are LLM"),
+    ({"node_groups": [{"node_names": ["LLM"]}, {"node_names": ["LLM"]}]}, "LLM is placed twice"),
+    ({"resources": {"cache": {"num_pages": 8}}}, "the model has no resource cache; it has attn, kv, rope, sampler"),
+    ({"resources": {"rope": {"num_pages": 8}}}, "resources.rope.num_pages: rope is no cache"),
+    ({"resources": {"sampler": {"memory_fraction": 0.1}}}, "resources.sampler.memory_fraction"),
+    ({"resources": {"kv": {"backend": "cpu"}}}, "resources.kv.backend: kv has no backends"),
+    ({"resources": {"attn": {"backend": "fast"}}}, "resources.attn.backend: 'fast' is unknown (known: cpu, torch_ref)"),
+]
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_what_does_not_fit_the_model_is_refused_by_key(checkpoint, tmp_path, values, said):
+    with pytest.raises(ConfigError) as caught:
+        compiled(checkpoint, tmp_path, **values)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"device": "cpu"},
+        {"device": "auto"},
+        {"max_seq_len": 256},
+        {"node_groups": [{"node_names": ["LLM"], "ranks": [0]}]},
+        {"resources": {"kv": {"num_pages": 8}, "attn": {"backend": "torch_ref"}}},
+    ],
+)
+def test_the_legal_neighbours_are_taken(checkpoint, tmp_path, values):
+    assert compiled(checkpoint, tmp_path, **values).nodes_on(0) == ("LLM",)
+
+
+def test_backends_that_may_be_chosen_are_those_that_exist():
+    assert set(ATTENTION_BACKENDS) == set(BACKENDS)
+
+
+def test_a_deployment_survives_the_way_to_another_process(checkpoint, tmp_path):
+    config = config_from_mapping({"model": "llama", "checkpoint": checkpoint, "max_seq_len": 99}, "f.yaml")
+    deployment = resolve_deployment(config, cache_dir=tmp_path)
+    opened = open_deployment(deployment.facts)
+    assert opened == deployment
+    assert opened.setup.max_seq_len == 99
+    assert opened.checkpoint() == deployment.checkpoint()
