@@ -10,11 +10,13 @@ import asyncio
 import resource
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mstar.api_server.errors import error_body
 from mstar.conductor.events import Failure
 
+BODY_WRITER = "mstar.body_writer"
+"""ASGI extension of `FrontProtocol`: the response's `BodyWriter`."""
 KEPT_DESCRIPTORS = 128
 """For everything that is not a client: sockets of this process, files, the preprocess pool."""
 MAX_HEAD_BYTES = 64 * 1024
@@ -48,6 +50,27 @@ def raw_response(failure: Failure) -> bytes:
         + b"connection: close\r\n\r\n"
         + body
     )
+
+
+class BodyWriter:
+    """Writes a piece of a response's body at once, where `send` would have to be awaited by a task."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def can_write(self) -> bool:
+        """False while the client reads too slowly, once it is gone, and for a response that is not chunked."""
+        cycle = self._cycle
+        return bool(cycle.chunked_encoding) and not (
+            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
+        )
+
+    def write(self, body: bytes) -> None:
+        """Only while `can_write`. `body` is not empty."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class FrontProtocol(HttpToolsProtocol):
@@ -97,6 +120,8 @@ class FrontProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self.transport.is_closing():
             super().on_headers_complete()
+            extensions: dict[str, Any] = self.scope.setdefault("extensions", {})  # type: ignore[assignment]
+            extensions[BODY_WRITER] = BodyWriter(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():

@@ -108,10 +108,14 @@ class Conductor:
             outgoing, self._outgoing = self._outgoing, {}
             for rank, messages in outgoing.items():
                 self._bus.send(peer_name(rank), messages)
-        if self._dirty:
+        while self._dirty:
             dirty, self._dirty = self._dirty, []
             for stream in dirty:
-                stream.wake()
+                try:
+                    stream.wake()
+                except Exception:
+                    logger.exception("writing the output of a request failed")
+                    self.fail(stream, Failure(500, "internal_error", "The server failed to write the output."))
 
     def start(self, record: RequestRecord, opening: OpenRequest) -> None:
         """Puts a choice on its workers. Call `flush` after the last choice of a request."""

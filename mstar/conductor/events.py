@@ -73,9 +73,21 @@ class RefusedError(Exception):
 class RequestStream:
     """Events of one request. `waiting[i]`: choice i has emitted nothing yet. `rids[i]`: its id on the wire, empty until
     it is started. `num_open`: choices that have not finished; 0 too when the request has failed. When it becomes 0,
-    `on_end` is called."""
+    `on_end` is called. `sink`: called by `wake`; takes what has come in place of the task that waits for it, or says
+    False."""
 
-    __slots__ = ("_pending", "_waiter", "is_dirty", "num_open", "on_end", "request", "rids", "submitted_at", "waiting")
+    __slots__ = (
+        "_pending",
+        "_waiter",
+        "is_dirty",
+        "num_open",
+        "on_end",
+        "request",
+        "rids",
+        "sink",
+        "submitted_at",
+        "waiting",
+    )
 
     def __init__(self, request: GenerateRequest, submitted_at: float) -> None:
         self.request = request
@@ -84,9 +96,13 @@ class RequestStream:
         self.waiting = [True] * request.num_results
         self.rids = [""] * request.num_results
         self.is_dirty = False
+        self.sink: Callable[[], bool] | None = None
         self.on_end: list[Callable[[], object]] = []
         self._pending: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
+
+    def has_only_tokens(self) -> bool:
+        return all(type(event) is TokenEvent for event in self._pending)
 
     @property
     def has_pending(self) -> bool:
@@ -105,6 +121,8 @@ class RequestStream:
 
     def wake(self) -> None:
         self.is_dirty = False
+        if self.sink is not None and self.sink():
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from mstar.api_server.connection import BODY_WRITER, BodyWriter
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import TokenNote
 from mstar.api_server.openai.shapes import ResponseShape, encode_json
@@ -94,10 +96,12 @@ class TextRun:
                     raise RefusedError(event)
         return events
 
-    async def write(self, events: Sequence[Event], send: Send) -> None:
-        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body."""
+    async def write(self, events: Sequence[Event], send: Send, writer: BodyWriter | None) -> None:
+        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body.
+        With `writer`, passes that bring only tokens are written without waking this task."""
         body = [self.shape.opening_chunk(index) for index in range(self._num_results)]
-        add = self._add_plain if self.request.num_logprobs is None and self.request.stops is None else self._add
+        is_plain = self.request.num_logprobs is None and self.request.stops is None
+        add = self._add_plain if is_plain else self._add
         stream = self.stream
         is_open = True
         while True:
@@ -109,13 +113,26 @@ class TextRun:
                 await send({"type": "http.response.body", "body": b"".join(body), "more_body": True})
                 body.clear()
             if not stream.has_pending:
+                stream.sink = partial(self._write_tokens, writer) if writer is not None and is_plain else None
                 await stream.more()
+                stream.sink = None
             events = stream.take_now()
         if is_open:
             if self.request.includes_usage:
                 body.append(self.shape.usage_chunk(self.usage.as_json()))
             body.append(DONE)
         await send({"type": "http.response.body", "body": b"".join(body), "more_body": False})
+
+    def _write_tokens(self, writer: BodyWriter) -> bool:
+        """What has come is tokens and can be written: writes it. Called by the conductor, once per pass."""
+        if not (writer.can_write and self.stream.has_only_tokens()):
+            return False
+        body: list[bytes] = []
+        for event in self.stream.take_now():
+            self._add_plain(event, body)
+        if body:
+            writer.write(b"".join(body))
+        return True
 
     def _add_plain(self, event: Event, body: list[bytes]) -> bool:
         """As `_add`, for a request without stop strings and logprobs; a token costs the least here."""
@@ -200,6 +217,7 @@ class TextStreamResponse(Response):
         directly: else each token would wake and walk every layer twice."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-            await asyncio.create_task(self._run.write(self._events, scope["state"]["send"]))
+            writer = scope.get("extensions", {}).get(BODY_WRITER)
+            await asyncio.create_task(self._run.write(self._events, scope["state"]["send"], writer))
         finally:
             self._run.close()

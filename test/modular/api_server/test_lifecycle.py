@@ -31,8 +31,8 @@ def slow(front: RunningFront) -> RunningFront:
     return front
 
 
-def raw_request(front: RunningFront, *, stream: bool, extra: bytes = b"") -> socket.socket:
-    body = json.dumps(BODY | {"stream": stream}).encode()
+def raw_request(front: RunningFront, *, stream: bool, extra: bytes = b"", **fields: object) -> socket.socket:
+    body = json.dumps(BODY | {"stream": stream} | fields).encode()
     host, port = front.base_url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=20)
     connection.sendall(
@@ -82,15 +82,36 @@ def test_many_clients_leave_at_any_moment(slow: RunningFront):
     slow.wait_until(lambda: slow.parts.handle.num_live == 0)
 
 
+def dechunked(data: bytes) -> bytes:
+    """The body of a chunked response."""
+    body, rest = b"", data.partition(b"\r\n\r\n")[2]
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return body
+
+
 def test_a_slow_reader_gets_everything(front: RunningFront):
-    front.reply(" The capital of France is Paris." * 8, ends=False)
-    connection = raw_request(front, stream=True, extra=b"connection: close\r\n")
+    """Several megabytes are produced before the client reads the first byte: writing pauses, nothing is lost."""
+    text = " The capital of France is Paris." * 20
+    front.reply(text, ends=False)
+    num_choices, num_tokens = 128, len(front.tokenizer.encode(text).ids)
+    assert num_tokens > 150
+    connection = raw_request(front, stream=True, extra=b"connection: close\r\n", n=num_choices, max_tokens=num_tokens)
+    front.wait_until(lambda: front.worker.num_open > 0)
     front.wait_until(lambda: front.parts.handle.num_live == 0)
     data = b""
-    while part := connection.recv(1000):
+    while part := connection.recv(1 << 20):
         data += part
-    assert data.count(b'"delta":{"content":') == len(front.tokenizer.encode(" The capital of France is Paris." * 8).ids)
-    assert b"data: [DONE]" in data
+    assert len(data) > 3_000_000
+    texts = [""] * num_choices
+    events = dechunked(data).decode().removesuffix("\n\n").split("\n\n")
+    assert events.pop() == "data: [DONE]"
+    for event in events:
+        (choice,) = json.loads(event.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == [text] * num_choices
 
 
 def test_pipelined_requests_on_one_connection(front: RunningFront):
