@@ -25,7 +25,7 @@ $(DEV): $(RUNTIME)
 
 install: $(DEV)              ## everything a developer needs, into .venv
 
-serve: $(RUNTIME)            ## serve the embedded default model; ARGS="qwen3_5 --set server.port=9000" for another
+serve: $(RUNTIME)            ## serve the embedded default model; ARGS="--set server.port=9000" changes a value
 	$(BIN)/mstar serve $(ARGS)
 
 # check installs nothing: it has to work offline and in a second terminal.
@@ -44,7 +44,7 @@ test: install                ## what CI runs
 	$(MAKE) --no-print-directory check
 	$(BIN)/python -m pytest -q @test/cpu-core.txt
 
-test-full: install           ## everything that runs on a CPU, with the long grids, soaks and fuzzers
+test-full: install           ## everything that runs on a CPU, with many more random cases (MSTAR_TEST_FULL=1)
 	$(MAKE) --no-print-directory check
 	MSTAR_TEST_FULL=1 $(BIN)/python -m pytest -q -m "not gpu" test/modular
 

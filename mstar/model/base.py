@@ -77,7 +77,7 @@ class PromptRequest:
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """Output of `process_prompt`: token ids int32 [n] (or None), tensors bound as persisted signals by name, and model
-    facts for the worker (`step_metadata`)."""
+    facts for `next_walk` (`step_metadata`)."""
 
     token_ids: np.ndarray | None
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -99,9 +99,11 @@ class WalkPlan(NamedTuple):
 
 
 class WalkStep(NamedTuple):
-    """The next walk of a partition, decided after the previous one."""
+    """The next walk of a partition, decided after the previous one. `limits`: loop limits by name, known from now on;
+    those of this walk must be set by it or by an earlier step of the partition."""
 
     walk: str
+    limits: Mapping[str, int] = {}
 
 
 class Done(NamedTuple):
@@ -140,6 +142,8 @@ class Model(ABC):
         """The schedule, when it is known up front; None: `next_walk` is asked after each walk."""
 
     def next_walk(self, partition: str, state: PartitionState) -> WalkStep | Done:
+        """Asked for the first walk of each partition that is not stream-fed and after each walk, until it is `Done` or a
+        node or the client has ended the partition (`StopDecision.finish`, a stop string)."""
         return Done()
 
     def parameter_schema(self) -> type[BaseModel]:
