@@ -23,7 +23,7 @@ from mstar.graph.compile import compile_walks
 
 seeds = st.integers(0, 2**32)
 sizes = st.integers(1, 12)
-many = settings(max_examples=5 * settings.default.max_examples)  # an example takes a few milliseconds
+many = settings(max_examples=3 * settings.default.max_examples)  # an example takes a few milliseconds
 
 
 def run(program: Program, num_workers: int, seed: int, chances: Chances) -> tuple[Cluster, Counter[str]]:
