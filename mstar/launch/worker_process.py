@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -45,6 +46,8 @@ def run_worker_process(spec: ChildSpec) -> None:
     )
     parts.engine.warmup()
     parts.engine.capture()
+    gc.collect()
+    gc.freeze()  # what was loaded stays; collections during serving need not walk it
     parts.inbox.apply([PeerUp(peer.rank, peer.incarnation, peer.address) for peer in spec.peers])
     heartbeat, heartbeat_bus = _start_heartbeat(spec, parts)
     _announce(spec, parts, bus)
