@@ -104,12 +104,11 @@ class Conductor:
 
     def flush(self) -> None:
         """Sends what this pass has to say and wakes the streams that it touched."""
-        if self._outgoing:
+        while self._outgoing or self._dirty:
             outgoing, self._outgoing = self._outgoing, {}
+            dirty, self._dirty = self._dirty, []
             for rank, messages in outgoing.items():
                 self._bus.send(peer_name(rank), messages)
-        while self._dirty:
-            dirty, self._dirty = self._dirty, []
             for stream in dirty:
                 try:
                     stream.wake()

@@ -247,6 +247,40 @@ def test_a_stream_is_woken_once_per_pass(rig: ConductorRig, monkeypatch):
     assert wakes == [stream]
 
 
+def test_a_sink_takes_events_in_place_of_a_task(rig: ConductorRig):
+    stream, other = rig.submit(), rig.submit()
+    taken: list[object] = []
+
+    def sink() -> bool:
+        if not stream.has_only_tokens():
+            return False
+        taken.extend(stream.take_now())
+        return True
+
+    stream.sink = sink
+    rig.emit("r0", "r1")
+    assert taken == [TokenEvent(0, "token", 7, None)]
+    rig.done("r0", MAIN, {"token": 1})
+    rig.done("r0", AUDIO, {})
+    assert [type(event) for event in rig.events(stream)] == [FinishedEvent], "left for the task"
+    assert rig.events(other) == [TokenEvent(0, "token", 7, None)]
+
+
+def test_a_sink_that_fails_fails_its_request_only(rig: ConductorRig):
+    stream, other = rig.submit(), rig.submit()
+
+    def sink() -> bool:
+        if not stream.has_only_tokens():
+            return False
+        raise RuntimeError("a bug in writing")
+
+    stream.sink = sink
+    rig.emit("r0", "r1")
+    assert [event.status for event in rig.events(stream) if isinstance(event, Failure)] == [500]
+    assert rig.events(other) == [TokenEvent(0, "token", 7, None)]
+    assert Remove("r0") in rig.sent()
+
+
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.sampled_from(["one_worker", "three_workers"]))
 def test_whatever_the_order_every_request_ends_once_and_is_forgotten(
     rng: random.Random, num_requests: int, placement: str
