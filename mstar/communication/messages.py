@@ -84,12 +84,14 @@ class Opened(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class StartWalk(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Front → worker. Carries `open` when the request lives on this worker alone. `walks` are run one after the other
     by the worker alone; `last` says that the partition has no further walk after them. An empty `walks` starts a
-    stream-fed partition."""
+    stream-fed partition, or ends one that has walked. `limits`: loop limits of this partition by `LoopLimit` name, on
+    top of those that the request was opened with."""
 
     rid: str
     partition: str
     walks: tuple[str, ...]
     last: bool
+    limits: dict[str, int] = {}
     open: OpenRequest | None = None
 
 

@@ -15,11 +15,13 @@ EmitKey = tuple[int, str]
 @dataclass(slots=True)
 class PartitionProgress:
     """Where one partition of a request stands. `waiting`: ranks whose `WalkDone` is still due. `asks_model`: after
-    each walk the model names the next one; otherwise the walks started are all there are."""
+    each walk the model names the next one; otherwise the walks started are all there are. `limits`: loop limits that
+    came with the walks."""
 
     waiting: set[int]
     asks_model: bool
     walks: tuple[str, ...]
+    limits: dict[str, int] = field(default_factory=dict)
     walks_done: tuple[str, ...] = ()
     is_done: bool = False
     reason: FinishReason = "length"

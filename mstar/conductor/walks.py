@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from mstar.communication.messages import OpenRequest, StartWalk
 from mstar.conductor.request_table import PartitionProgress, RequestRecord
 from mstar.graph.base import EMIT_TO_CLIENT, GraphEdge, GraphSection, Loop, Parallel, Sequential, nodes_of
-from mstar.model.base import Model, PartitionState, PreparedPrompt, WalkStep
+from mstar.model.base import Done, Model, PartitionState, PreparedPrompt, WalkStep
 
 
 class PlacementError(ValueError):
@@ -42,9 +42,13 @@ class WalkDirectory:
                         partition_of.setdefault(edge.output_modality or "", partition.name)
         self.text_partition = partition_of.get("text", self.partitions[0].name)
         self._stream_fed = frozenset(partition.name for partition in self.partitions if partition.stream_fed)
+        self._streaming = frozenset(
+            end for connection in model.partitions().connections for end in (connection.producer, connection.consumer)
+        )
 
     def plan(self, prompt: PreparedPrompt, max_tokens: int) -> tuple[dict[str, PartitionProgress], dict[str, int]]:
-        """Every partition's first walks, and the loop limits. A stream-fed partition starts with no walk."""
+        """Every partition's first walks, and the loop limits of the whole request. Stream-fed partitions start with no
+        walk."""
         plan = self._model.plan_walks(prompt, max_tokens)
         if plan is not None:
             return (
@@ -58,7 +62,8 @@ class WalkDirectory:
                 continue
             step = self._model.next_walk(partition.name, PartitionState((), prompt.step_metadata))
             if isinstance(step, WalkStep):
-                partitions[partition.name] = self._progress(partition.name, (step.walk,), asks_model=True)
+                progress = partitions[partition.name] = self._progress(partition.name, (step.walk,), asks_model=True)
+                progress.limits = dict(step.limits)
         return partitions, {}
 
     def _progress(self, partition: str, walks: tuple[str, ...], *, asks_model: bool) -> PartitionProgress:
@@ -78,26 +83,39 @@ class WalkDirectory:
         return messages
 
     def advance(self, record: RequestRecord, partition: str) -> list[tuple[int, StartWalk]]:
-        """The walks of a partition have ended on all ranks: starts the next, or marks the partition done."""
+        """The walks of a partition have ended on all ranks: starts the next, or marks the partition done. Workers that
+        were not told which walk is the last hear of the end before, where streams depend on it."""
         progress = record.partitions[partition]
         progress.walks_done += progress.walks
-        step = (
-            self._model.next_walk(partition, PartitionState(progress.walks_done, record.step_metadata))
-            if progress.asks_model
-            else None
-        )
-        if not isinstance(step, WalkStep):
+        step = self._next_step(record, partition, progress) if progress.asks_model else Done()
+        if isinstance(step, WalkStep):
+            progress.walks, progress.limits = (step.walk,), dict(step.limits)
+        elif progress.asks_model and partition in self._streaming:
+            progress.walks, progress.limits, progress.asks_model = (), {}, False
+        else:
             progress.is_done = True
             return []
-        progress.walks = (step.walk,)
         progress.waiting = set(self.ranks_of_partition[partition])
         return [
             (rank, _start_walk(record.rid, partition, progress, None)) for rank in self.ranks_of_partition[partition]
         ]
 
+    def _next_step(self, record: RequestRecord, partition: str, progress: PartitionProgress) -> WalkStep | Done:
+        """A partition that was stopped has no further walk."""
+        if progress.reason == "stop":
+            return Done()
+        return self._model.next_walk(partition, PartitionState(progress.walks_done, record.step_metadata))
+
 
 def _start_walk(rid: str, partition: str, progress: PartitionProgress, opened: OpenRequest | None) -> StartWalk:
-    return StartWalk(rid=rid, partition=partition, walks=progress.walks, last=not progress.asks_model, open=opened)
+    return StartWalk(
+        rid=rid,
+        partition=partition,
+        walks=progress.walks,
+        last=not progress.asks_model,
+        limits=progress.limits,
+        open=opened,
+    )
 
 
 def _ranks(section: GraphSection, placement: Mapping[str, int]) -> tuple[int, ...]:

@@ -163,8 +163,9 @@ class GraphRuntime(Protocol):
 
     def add(self, handle: int, partition: str, walk: str | None, limits: Mapping[str, int]) -> None:
         """Start `partition` of a request. `walk=None`: a stream-fed partition whose first item's tag names the walk.
-        `limits` resolves each `LoopLimit` of the partition's walks (other names are ignored). A loop with limit 0 is
-        skipped: its end follows at once, its outputs are absent (an accumulated one is an empty list)."""
+        `limits` resolves the `LoopLimit`s of the partition's walks (other names are ignored); those of the walk that
+        is entered must be among them, of every walk in a stream-fed partition. A loop with limit 0 is skipped: its end
+        follows at once, its outputs are absent (an accumulated one is an empty list)."""
         ...
 
     def remove(self, handle: int) -> list[int]:
@@ -177,7 +178,8 @@ class GraphRuntime(Protocol):
         ...
 
     def set_limits(self, handle: int, partition: str, limits: Mapping[str, int]) -> None:
-        """Change loop limits before the loop that uses them starts."""
+        """Set or change loop limits before the loop that uses them starts; `set_walk` raises `GraphError` for a walk
+        with a limit that nobody has set."""
         ...
 
     def partition_idle(self, handle: int, partition: str) -> bool:

@@ -85,6 +85,8 @@ class Requests:
             )
         program = self._program(partition, walk if walk is not None else partition.walks[0])
         named = self._limits(partition, limits, {})
+        for entered in partition.walks if partition.stream_fed else (program.walk,):
+            self._require_limits(self._program(partition, entered), named)
         if request is None:
             request = self._requests[handle] = RequestState(handle)
         row = RowState(request, partition, program)
@@ -125,6 +127,7 @@ class Requests:
             raise GraphError(f"handle {handle} cannot enter {walk!r}: its walk {row.program.walk!r} has not ended")
         if row.partition.index in row.request.closed:
             raise GraphError(f"handle {handle} has finished partition {name!r}")
+        self._require_limits(program, row.named_limits)
         self._turns.enter(row, program)
 
     def set_limits(self, handle: int, name: str, limits: Mapping[str, int]) -> None:
@@ -240,18 +243,23 @@ class Requests:
         return self._graph.programs[walk, self._me]
 
     def _limits(self, partition: PartitionProgram, limits: Mapping[str, int], old: Mapping[str, int]) -> dict[str, int]:
-        """The partition's limits on this worker, checked."""
+        """`old` with what `limits` says of the partition's loops on this worker, checked."""
         named = dict(old)
         for walk in partition.walks:
             for loop in self._graph.programs[walk, self._me].loops:
-                if loop.max_iters >= 0:
+                if loop.max_iters >= 0 or loop.limit not in limits:
                     continue
-                value = limits.get(loop.limit, named.get(loop.limit))
-                if value is None:
-                    raise GraphError(
-                        f"loop {loop.name!r} of walk {walk!r} needs the limit {loop.limit!r}; got {dict(limits)}"
-                    )
+                value = limits[loop.limit]
                 if value < 0:
                     raise GraphError(f"limit {loop.limit!r} is {value}; it must be 0 or more")
                 named[loop.limit] = value
         return named
+
+    @staticmethod
+    def _require_limits(program: WalkProgram, named: Mapping[str, int]) -> None:
+        """Every limit of a walk's loops is known when the walk is entered."""
+        for loop in program.loops:
+            if loop.max_iters < 0 and loop.limit not in named:
+                raise GraphError(
+                    f"loop {loop.name!r} of walk {program.walk!r} needs the limit {loop.limit!r}; got {dict(named)}"
+                )

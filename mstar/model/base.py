@@ -142,8 +142,8 @@ class Model(ABC):
         """The schedule, when it is known up front; None: `next_walk` is asked after each walk."""
 
     def next_walk(self, partition: str, state: PartitionState) -> WalkStep | Done:
-        """Asked for the first walk of each partition that is not stream-fed and after each walk, until it is `Done` or a
-        node or the client has ended the partition (`StopDecision.finish`, a stop string)."""
+        """Asked for the first walk of each partition that is not stream-fed, and after each walk until it says `Done`
+        or the partition was ended by a node (`StopDecision.finish`) or by the client (a stop string)."""
         return Done()
 
     def parameter_schema(self) -> type[BaseModel]:

@@ -99,6 +99,11 @@ def assemble_worker(
             node.key.node: program.partition for program in compiled.programs.values() for node in program.nodes
         },
         input_partitions=_input_partitions(compiled, rank),
+        limits={
+            (program.partition, walk): [loop.limit for loop in program.loops if loop.max_iters < 0]
+            for (walk, at), program in compiled.programs.items()
+            if at == rank
+        },
         rank=rank,
     )
     outbox = Outbox(

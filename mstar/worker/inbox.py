@@ -33,8 +33,8 @@ from mstar.graph.protocol import Gate, GraphRuntime, Routed
 from mstar.worker.admission import Admission, RequestRefused
 from mstar.worker.outbox import Outbox
 from mstar.worker.parking import Parking
-from mstar.worker.requests import PartitionRun, Request, RequestTable
-from mstar.worker.rid_table import RidTable
+from mstar.worker.requests import Request, RequestTable
+from mstar.worker.rid_table import RidTable, TableFull
 from mstar.worker.walks import WalkRunner
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ class Inbox:
         self._walks = walks
         self._outbox = outbox
         self._parking = Parking(graph)
+        self._routed = Routed()
+        """What messages led to since the last `collect`."""
         self.leaving: list[int] = []
         """Handles to tear down once no step holds them."""
         self.closing = False
@@ -119,7 +121,7 @@ class Inbox:
 
     def collect(self) -> None:
         """What the graph did outside of a step: walks that had nothing to run here, freed tensors, credits."""
-        routed = Routed()
+        routed, self._routed = self._routed, Routed()
         self._graph.collect(routed)
         self._walks.follow(routed)
         self._outbox.flush_cold(routed)
@@ -160,16 +162,7 @@ class Inbox:
         return request
 
     def _run(self, request: Request, start: StartWalk) -> None:
-        run = request.partitions.get(start.partition)
-        if run is None:
-            request.partitions[start.partition] = PartitionRun(pending=deque(start.walks), last=start.last)
-            self._walks.open(request, start.partition)
-        else:
-            run.pending.extend(start.walks)
-            run.last = start.last
-            routed = Routed()
-            self._walks.next_walk(request, start.partition, routed)
-            self._outbox.flush_cold(routed)
+        self._walks.start(request, start, self._routed)
         self._parking.deliver(request.handle)
 
     def _stop(self, message: Stop) -> None:

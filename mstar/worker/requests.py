@@ -16,10 +16,12 @@ from mstar.communication.messages import FinishReason, OpenRequest, StartWalk
 
 @dataclass(slots=True)
 class PartitionRun:
-    """Where one partition of a request is: `pending` walks are run after the current one without asking the front."""
+    """Where one partition of a request is: `pending` walks are run after the current one without asking the front.
+    `last`: none follows them. `limits`: loop limits given so far."""
 
     pending: deque[str]
     last: bool
+    limits: dict[str, int]
     reason: FinishReason = "length"
     finished: bool = False
     """The node said that the partition has produced what was asked: pending walks are skipped."""

@@ -6,12 +6,12 @@ Runs on the worker's loop thread. Each worker of a partition runs the plan for i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from mstar.communication import host_tensors
-from mstar.communication.messages import WalkDone
+from mstar.communication.messages import StartWalk, WalkDone
 from mstar.communication.tensor_store import TensorStore
-from mstar.graph.protocol import GraphRuntime, ReadyKey, Routed
+from mstar.graph.protocol import GraphError, GraphRuntime, ReadyKey, Routed
 from mstar.worker.requests import PartitionRun, Request, RequestTable
 
 
@@ -27,32 +27,50 @@ class WalkRunner:
         loops: Mapping[ReadyKey, Sequence[str]],
         partition_of: Mapping[str, str],
         input_partitions: Mapping[str, Sequence[str]],
+        limits: Mapping[tuple[str, str], Sequence[str]],
         rank: int,
     ) -> None:
         """`loops`: enclosing loops of each key, innermost first. `partition_of`: partition of each node.
-        `input_partitions`: which partitions of this worker take a request input, by its name."""
+        `input_partitions`: which partitions of this worker take a request input, by its name. `limits`: names of the
+        loop limits that each (partition, walk) has here."""
         self._graph = graph
         self._store = store
         self._requests = requests
         self._loops = loops
         self._partition_of = partition_of
         self._input_partitions = input_partitions
+        self._limits = limits
         self._rank = rank
         self._stopping: set[tuple[int, str]] = set()
         self.done: list[WalkDone] = []
         """Reports to send behind the frames of this tick."""
 
-    @staticmethod
-    def pending(walks: Iterable[str]) -> deque[str]:
-        return deque(walks)
+    def start(self, request: Request, start: StartWalk, routed: Routed) -> None:
+        """Enter the first of the walks that the front names, now that those before them have ended. The first partition
+        that starts binds the request's inputs for all.
 
-    def open(self, request: Request, partition: str) -> None:
-        """Enter the first walk of a partition. The first partition that starts binds the request's inputs for all."""
-        run = request.partitions[partition]
-        walk = run.pending.popleft() if run.pending else None
+        Raises:
+            GraphError: a walk is not one of the partition, or lacks a loop limit; nothing has changed.
+        """
+        known = request.partitions.get(start.partition)
+        limits = {**(request.open.limits if known is None else known.limits), **start.limits}
+        for walk in start.walks:
+            needed = self._limits.get((start.partition, walk))
+            if needed is None:
+                raise GraphError(f"partition {start.partition!r} has no walk {walk!r} here")
+            if missing := [name for name in needed if name not in limits]:
+                raise GraphError(f"walk {walk!r} needs the limits {missing}; the request has {sorted(limits)}")
+        if known is not None:
+            known.pending.extend(start.walks)
+            known.last, known.limits = start.last, limits
+            if start.limits:
+                self._graph.set_limits(request.handle, start.partition, start.limits)
+            self.next_walk(request, start.partition, routed)
+            return
+        run = request.partitions[start.partition] = PartitionRun(deque(start.walks), start.last, limits)
         if len(request.partitions) == 1:
             self._bind_inputs(request)
-        self._graph.add(request.handle, partition, walk, request.open.limits)
+        self._graph.add(request.handle, start.partition, run.pending.popleft() if run.pending else None, limits)
 
     def _bind_inputs(self, request: Request) -> None:
         for name, value in request.open.inputs.items():

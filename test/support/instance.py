@@ -77,18 +77,18 @@ class Instance:
         self.workers: list[Worker] = []
         self.parts: list[WorkerParts] = []
         self._net = LoopbackNet()
-        self._front = self._net.bus("front", decode_to_front)
+        self.front = self._net.bus("front", decode_to_front)
         ranks = sorted(set(placement.values()))
-        self._books = FrontBooks(model, self.compiled, len(ranks), self._front)
+        self._books = FrontBooks(model, self.compiled, len(ranks), self.front)
         self.results = self._books.results
         self.name = secrets.token_hex(4)
         for rank in ranks:
             self._add_worker(rank, build_node, tuning, self.name if len(ranks) > 1 else None)
         for rank in ranks:
-            self._front.connect(peer_name(rank), peer_name(rank))
+            self.front.connect(peer_name(rank), peer_name(rank))
             for other in (FRONT_RANK, *ranks):
                 if other != rank:
-                    self._front.send(peer_name(rank), [PeerUp(rank=other, incarnation=1, address=peer_name(other))])
+                    self.front.send(peer_name(rank), [PeerUp(rank=other, incarnation=1, address=peer_name(other))])
 
     def _add_worker(self, rank: int, build_node: BuildNode, tuning: Tuning, shared_name: str | None) -> None:
         bus: Bus[ToWorker] = self._net.bus(peer_name(rank), decode_to_worker)
@@ -183,7 +183,7 @@ class Instance:
         for worker, parts in zip(self.workers, self.parts, strict=True):
             worker.close()
             parts.bus.close()
-        self._front.close()
+        self.front.close()
 
 
 def shared_memory_of(instance: str) -> list[str]:

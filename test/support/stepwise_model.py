@@ -1,4 +1,5 @@
-"""A model that decides each walk after the last one, over two workers: `think` on one, `speak` on both. No torch.
+"""A model that decides each walk after the last one, over two workers: `think` on one, `speak` on both. No torch; its
+nodes are in `stepwise_nodes.py`.
 
 `process_prompt` does what its text says, so that a pool can be tested with a model that misbehaves.
 """
@@ -9,7 +10,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mstar.graph.base import EMIT_TO_CLIENT, EMPTY_DESTINATION, GraphEdge, GraphNode, Sequential, Walks
+from mstar.graph.base import (
+    EMIT_TO_CLIENT,
+    EMPTY_DESTINATION,
+    GraphEdge,
+    GraphNode,
+    Loop,
+    LoopLimit,
+    Sequential,
+    Walks,
+)
 from mstar.model.base import (
     Done,
     Model,
@@ -19,30 +29,41 @@ from mstar.model.base import (
     PromptRequest,
     WalkStep,
 )
-from mstar.streaming.topology import Partition, PartitionTopology
+from mstar.streaming.chunk_policy import fixed
+from mstar.streaming.topology import Connection, Partition, PartitionTopology
 
-CARD = ModelCard(name="stepwise", model="support.stepwise_model:StepwiseModel", submodules="")
+CARD = ModelCard(
+    name="stepwise",
+    model="support.stepwise_model:StepwiseModel",
+    submodules="support.stepwise_nodes:build_submodule",
+)
 PLACEMENT = {"THINKER": 0, "SPEAKER": 1}
+SINGING_PLACEMENT = {**PLACEMENT, "SINGER": 0}
 
 
 class StepwiseModel(Model):
-    """Runs `think` as often as `step_metadata["thoughts"]` says (once without), then `speak`."""
+    """Runs `think` as often as `step_metadata["thoughts"]` says (once without), then `speak`, whose loop has as many
+    iterations as `step_metadata["words"]` says (one without)."""
 
     def walks(self) -> Walks:
         thought = GraphEdge(EMPTY_DESTINATION, "thought", persist=True)
-        word = GraphEdge(EMIT_TO_CLIENT, "word", output_modality="text")
         return {
-            "think": GraphNode("THINKER", (), (thought,)),
+            "think": GraphNode(
+                "THINKER", ("topic", "thought"), (thought,), optional_inputs=frozenset({"topic", "thought"})
+            ),
             "speak": Sequential(
                 (
                     GraphNode("THINKER", ("thought",), (GraphEdge("SPEAKER", "idea"),)),
-                    GraphNode("SPEAKER", ("idea",), (word,)),
+                    Loop(GraphNode("SPEAKER", ("idea",), self._said()), LoopLimit("words"), name="words"),
                 )
             ),
         }
 
+    def _said(self) -> tuple[GraphEdge, ...]:
+        return (GraphEdge(EMIT_TO_CLIENT, "word", output_modality="text"),)
+
     def partitions(self) -> PartitionTopology:
-        return PartitionTopology((Partition("main", ("think", "speak")),))
+        return PartitionTopology((Partition("main", ("think", "speak"), request_inputs=("topic",)),))
 
     def get_node_resources(self) -> Sequence[object]:
         return ()
@@ -54,7 +75,9 @@ class StepwiseModel(Model):
         if "speak" in state.walks_done:
             return Done()
         is_thinking = len(state.walks_done) < int(state.step_metadata.get("thoughts", 1))
-        return WalkStep("think" if is_thinking else "speak")
+        if is_thinking:
+            return WalkStep("think")
+        return WalkStep("speak", {"words": int(state.step_metadata.get("words", 1))})
 
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
         match request.text:
@@ -78,3 +101,20 @@ class StepwiseModel(Model):
             inputs={name: array * 2 for name, array in request.inputs.items()},
             step_metadata={"roles": ",".join(m.role for m in request.messages), "most": request.max_tokens},
         )
+
+
+class SingingModel(StepwiseModel):
+    """Its words are also streamed, two at a time, to a partition on another worker. Nobody knows up front which walk is
+    the last, so the stream ends when the model says that it is done."""
+
+    def walks(self) -> Walks:
+        song = GraphEdge(EMIT_TO_CLIENT, "song", output_modality="audio")
+        return {**super().walks(), "sing": GraphNode("SINGER", ("word",), (song,))}
+
+    def _said(self) -> tuple[GraphEdge, ...]:
+        return (*super()._said(), GraphEdge("SINGER", "word", target_partition="choir"))
+
+    def partitions(self) -> PartitionTopology:
+        choir = Partition("choir", ("sing",), stream_fed=True)
+        connection = Connection("main", "choir", "SINGER", "word", fixed(2), "sing")
+        return PartitionTopology((*super().partitions().partitions, choir), (connection,))

@@ -4,7 +4,7 @@ import pytest
 from support.composite.declarations import AUDIO, MAIN
 from support.composite.deployment import CONFIG, PLACEMENTS
 from support.composite.model import CompositeModel
-from support.stepwise_model import PLACEMENT, StepwiseModel
+from support.stepwise_model import PLACEMENT, SINGING_PLACEMENT, SingingModel, StepwiseModel
 
 from mstar.communication.messages import OpenRequest, SamplingParams
 from mstar.conductor.events import RequestStream
@@ -84,10 +84,38 @@ def test_without_a_plan_the_model_names_each_walk():
         (1, ("think",), False),
     ]
     progress = record.partitions["main"]
-    names = []
+    told = []
     while not progress.is_done:
         assert progress.waiting == {0, 1}, "every worker of the partition reports every walk"
         progress.waiting.clear()
-        names.append([(rank, m.walks) for rank, m in walks.advance(record, "main")])
-    assert names == [[(0, ("think",)), (1, ("think",))], [(0, ("speak",)), (1, ("speak",))], []]
+        told.append([(rank, m.walks, m.limits) for rank, m in walks.advance(record, "main")])
+    assert told == [
+        [(0, ("think",), {}), (1, ("think",), {})],
+        [(0, ("speak",), {"words": 1}), (1, ("speak",), {"words": 1})],
+        [],
+    ]
     assert progress.walks_done == ("think", "think", "speak")
+
+
+def test_workers_hear_of_the_end_where_streams_depend_on_it():
+    walks = WalkDirectory(SingingModel(ModelSetup({}, None, 64)), SINGING_PLACEMENT)
+    record = record_of(walks)
+    assert [(m.partition, m.walks, m.last) for _, m in walks.start(record, None)] == [
+        ("main", ("think",), False),
+        ("main", ("think",), False),
+        ("choir", (), True),
+    ]
+    main = record.partitions["main"]
+    walks.advance(record, "main")
+    assert [(rank, m.walks, m.last) for rank, m in walks.advance(record, "main")] == [(0, (), True), (1, (), True)]
+    assert (main.waiting, main.is_done) == ({0, 1}, False)
+    assert walks.advance(record, "main") == []
+    assert main.is_done
+
+
+def test_a_stopped_partition_is_asked_no_more():
+    walks = stepwise()
+    record = record_of(walks, thoughts=5)
+    record.partitions["main"].reason = "stop"
+    assert walks.advance(record, "main") == []
+    assert record.partitions["main"].is_done

@@ -243,6 +243,18 @@ def test_missing_and_negative_limits_are_refused() -> None:
     assert bench.ready() == [("a", [1])]
 
 
+def test_limits_of_a_later_walk_are_due_when_it_is_entered() -> None:
+    walks = {"first": node("a"), "second": Loop(node("a"), LoopLimit("n"), name="l")}
+    bench = GraphBench(compile_one(walks))
+    bench.add(1, walk="first")
+    bench.run("a", "first")
+    with pytest.raises(GraphError, match="loop 'l' of walk 'second' needs the limit 'n'"):
+        bench.graph.set_walk(1, "main", "second")
+    bench.graph.set_limits(1, "main", {"n": 2})
+    bench.graph.set_walk(1, "main", "second")
+    assert [bench.run("a", "second")[1].walk_done for _ in range(2)] == [[], [(1, "main")]]
+
+
 def test_a_limit_may_change_before_its_loop_starts() -> None:
     loop = Loop(node("a", (), ()), LoopLimit("n"), name="l")
     bench = GraphBench(compile_one({"w": seq(loop, node("b"))}))
