@@ -20,12 +20,11 @@ from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.staging import narrow_staging
 from mstar.engine.step_inputs import Found, ragged_inputs, stacked_inputs
 from mstar.engine.step_plan import StepPlan
-from mstar.engine.submodule import EngineInputs, NodeOutputs
+from mstar.engine.submodule import LIVE_TOKEN, EngineInputs, NodeOutputs
 from mstar.engine.touched import Touched
 
 log = logging.getLogger(__name__)
 
-LIVE_TOKEN = -1
 Value = Tensor | Sequence[Tensor | None]
 
 

@@ -15,11 +15,9 @@ from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.row_table import RowTable
 from mstar.engine.step import Rows, SubmoduleStep
 from mstar.engine.step_plan import StepPlan
-from mstar.engine.submodule import NodeBatch, NodeSubmodule, RowColumns, StopDecision
+from mstar.engine.submodule import LIVE_TOKEN, NodeBatch, NodeSubmodule, RowColumns, StopDecision
 from mstar.engine.touched import Touched
 from mstar.graph.protocol import LIVE_COLUMN, TakenRows
-
-LIVE_TOKEN = -1
 
 
 class Built(NamedTuple):

@@ -40,10 +40,14 @@ class RowColumns(NamedTuple):
     live: frozenset[str]
 
 
+LIVE_TOKEN = -1
+"""In `NodeBatch.token_ids` and `NodeInputs.token_ids`: read the row's live token."""
+
+
 class NodeBatch(NamedTuple):
     """A node's wish for one step. `spans` int32 [rows]: tokens each row computes; a negative span declines the row for
-    this step. `token_ids` int32 [sum of spans]: host ids, -1 where the row's live token is to be read (None: the node
-    takes no tokens). `kept` bool [rows]: rows that sample (None: all)."""
+    this step. `token_ids` int32 [sum of spans]: host ids, `LIVE_TOKEN` where the row's last sampled token is to be read
+    (None: the node takes no tokens). `kept` bool [rows]: rows that sample (None: all)."""
 
     spans: np.ndarray
     token_ids: np.ndarray | None = None
