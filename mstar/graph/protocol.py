@@ -172,6 +172,10 @@ class GraphRuntime(Protocol):
         """Forget a request in all partitions; no row of it may be in a step. Returns the freed tensor ids."""
         ...
 
+    def knows(self, handle: int) -> bool:
+        """Something of the request is in here: it has been added, or has a signal bound."""
+        ...
+
     def set_walk(self, handle: int, partition: str, walk: str) -> None:
         """Enter the next walk; the partition must be idle. Persisted signals bind to its external inputs by name.
         A worker without a node of that walk reports it done at once (through `collect`)."""

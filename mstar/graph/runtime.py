@@ -53,6 +53,9 @@ class PyGraphRuntime:
         self._outflow.end(routed)
         return routed.freed
 
+    def knows(self, handle: int) -> bool:
+        return self._requests.find(handle) is not None
+
     def set_walk(self, handle: int, partition: str, walk: str) -> None:
         self._requests.set_walk(handle, partition, walk)
         self._outflow.end()

@@ -6,6 +6,7 @@ Runs on the worker's loop thread. Nobody overtakes: a large request at the head 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from mstar.engine.engine import Engine
 from mstar.engine.resources.base import OpenConfig
@@ -45,21 +46,29 @@ class Admission:
     def join(self, request: Request) -> None:
         self._line.append(request)
 
-    def admitted(self) -> list[Request]:
-        """Requests at the head of the line that now have their room, opened in the engine."""
-        entered: list[Request] = []
+    def admitted(self) -> Iterator[Request]:
+        """Requests at the head of the line that now have their room, which each keeps until it leaves."""
         while self._line and self.num_admitted < self._max_rows:
             request = self._line[0]
             if not self._engine.reserve(request.handle, request.max_total_tokens):
-                break
+                return
             self._line.popleft()
-            self._engine.open(
-                request.handle, OpenConfig(request.open.sampling, request.prompt_ids, request.max_total_tokens)
-            )
             request.admitted = True
             self.num_admitted += 1
-            entered.append(request)
-        return entered
+            yield request
+
+    def open(self, request: Request) -> None:
+        """Open an admitted request in the engine.
+
+        Raises:
+            RequestRefused: a resource cannot serve it.
+        """
+        config = OpenConfig(request.open.sampling, request.prompt_ids, request.max_total_tokens)
+        try:
+            self._engine.open(request.handle, config)
+        except ValueError as error:
+            raise RequestRefused(str(error), 400) from error
+        request.opened = True
 
     def withdraw(self, request: Request) -> None:
         """A request that leaves before its turn gives up its place at once."""

@@ -7,8 +7,8 @@ the rest of a drained queue. Ids unknown here are normal: the request may have l
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from mstar.communication import host_tensors
 from mstar.communication.messages import (
@@ -73,13 +73,8 @@ class Inbox:
     def apply(self, messages: Iterable[ToWorker]) -> None:
         """Apply a drained queue, then let in who fits and send what this led to."""
         for message in messages:
-            try:
+            with self._failing(_named_in(message), f"apply a {type(message).__name__} message"):
                 self._apply(message)
-            except RequestRefused as refused:
-                self._fail(message, str(refused), refused.code)
-            except Exception:
-                log.exception("a %s message could not be applied", type(message).__name__)
-                self._fail(message, f"the server could not apply a {type(message).__name__} message", 500)
         self.enter()
 
     def _apply(self, message: ToWorker) -> None:
@@ -112,11 +107,8 @@ class Inbox:
     def enter(self) -> None:
         """Let waiting requests in that now fit."""
         for request in self._admission.admitted():
-            if request.spans_workers:
-                self._outbox.opened(request.rid)
-            for start in request.starts:
-                self._run(request, start)
-            request.starts.clear()
+            with self._failing((request.rid,), "begin the request"):
+                self._begin(request)
         self.collect()
 
     def collect(self) -> None:
@@ -130,10 +122,29 @@ class Inbox:
         """Tensor ids still parked for a request that leaves."""
         return self._parking.forget(handle)
 
-    def _fail(self, message: ToWorker, text: str, code: int) -> None:
-        rid = getattr(message, "rid", None)
-        if rid is not None:
-            self._outbox.fail(rid, text, code)
+    @contextmanager
+    def _failing(self, rids: Iterable[str], deed: str) -> Iterator[None]:
+        """What goes wrong in here fails these requests and nothing else; they stay until the front removes them."""
+        why, code = "", 500
+        try:
+            yield
+        except RequestRefused as refused:
+            why, code = str(refused), refused.code
+        except Exception:
+            why = f"the server could not {deed}"
+            log.exception("%s", why)
+        if why:
+            for rid in dict.fromkeys(rids):
+                self._outbox.fail(rid, why, code)
+
+    def _begin(self, request: Request) -> None:
+        """A request has its room: open it and start what it came with."""
+        self._admission.open(request)
+        if request.spans_workers:
+            self._outbox.opened(request.rid)
+        for start in request.starts:
+            self._run(request, start)
+        request.starts.clear()
 
     def _open(self, message: Open) -> None:
         if self._rids.handle(message.rid) is None:
@@ -147,16 +158,21 @@ class Inbox:
             request = self._join(message.rid, message.open, spans_workers=False)
         else:
             return
-        if request.admitted:
+        if request.opened:
             self._run(request, message)
-        else:
+        elif not request.admitted:
             request.starts.append(message)
 
     def _join(self, rid: str, opening: OpenRequest, *, spans_workers: bool) -> Request:
         prompt_ids = None if opening.prompt_ids is None else host_tensors.to_numpy(opening.prompt_ids)
         request = Request(rid, handle=-1, open=opening, prompt_ids=prompt_ids, spans_workers=spans_workers)
         self._admission.check(request)
-        request.handle = self._rids.intern(rid)
+        try:
+            request.handle = self._rids.intern(rid)
+        except TableFull as full:
+            raise RequestRefused(
+                f"this server holds {self._rids.capacity} requests already; try again later", 503
+            ) from full
         self._requests.put(request)
         self._admission.join(request)
         return request
@@ -186,7 +202,7 @@ class Inbox:
         self._requests.removing[handle] = True
         if not request.admitted:
             self._admission.withdraw(request)
-        elif request.partitions:
+        elif self._graph.knows(handle):
             self._graph.gate([handle], Gate.REMOVING, True)
         self.leaving.append(handle)
 
@@ -197,4 +213,19 @@ class Inbox:
         items, ends = self._transport.read_streams(message)
         self._parking.stream_items(items)
         for handle, edge, total in ends:
-            self._parking.stream_end(handle, edge, total, started=bool(self._requests[handle].partitions))
+            self._parking.stream_end(handle, edge, total, started=self._graph.knows(handle))
+
+
+def _named_in(message: ToWorker) -> Sequence[str]:
+    """Ids of the requests that a message is about."""
+    match message:
+        case EdgeFrame(rids=rids):
+            return rids
+        case StreamFrame(rids=rids, end_rids=ending):
+            return [*rids, *ending]
+        case AckFrame(credit_rids=rids):
+            return rids
+        case Open(rid=rid) | StartWalk(rid=rid) | Stop(rid=rid) | Unpersist(rid=rid) | Remove(rid=rid):
+            return (rid,)
+        case _:
+            return ()

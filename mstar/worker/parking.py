@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from mstar.graph.protocol import Cols, GraphRuntime, StreamColumns
+from mstar.graph.protocol import NO_TENSOR, Cols, GraphRuntime, StreamColumns
 
 
 class _EdgeValue(NamedTuple):
@@ -76,7 +76,7 @@ class Parking:
         for parked in self._parked.pop(handle, ()):
             match parked:
                 case _EdgeValue(_, values):
-                    ids.extend(values)
+                    ids.extend(value for value in values if value != NO_TENSOR)
                 case _StreamItem(_, tensor_id, _):
                     ids.append(tensor_id)
                 case _StreamTotal():

@@ -40,6 +40,9 @@ class Request:
     starts: list[StartWalk] = field(default_factory=list)
     partitions: dict[str, PartitionRun] = field(default_factory=dict)
     admitted: bool = False
+    """It has its room."""
+    opened: bool = False
+    """It is open in the engine; one that is admitted and not opened was refused, and waits to be removed."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -86,11 +89,12 @@ class RequestTable:
         return [request.handle for request in self._by_handle if request is not None]
 
     def count_emits(self, signal: str, handles: np.ndarray) -> None:
-        """One more value of `signal` for each handle (each at most once per call)."""
+        """One more value of `signal` for each entry; a handle whose list of values is emitted stands there more than
+        once."""
         emitted = self._emitted.get(signal)
         if emitted is None:
             emitted = self._emitted[signal] = np.zeros(self.in_steps.size, np.int64)
-        emitted[handles] += 1
+        np.add.at(emitted, handles, 1)
 
     def emits(self, handle: int) -> dict[str, int]:
         """Values emitted for a request so far, by signal."""

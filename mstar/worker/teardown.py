@@ -54,10 +54,11 @@ class Teardown:
             return set()
         return set(handles[self._requests.removing[handles]].tolist())
 
-    def hold_back(self, handles: tuple[int, ...]) -> None:
-        """Rows that ran short of room wait until somebody leaves."""
+    def hold_back(self, handles: tuple[int, ...]) -> bool:
+        """Rows that ran short of room wait until somebody leaves. False: everybody waits already."""
         self._graph.gate(handles, Gate.HELD, True)
         self._held.extend(handles)
+        return len(self._held) < self._admission.num_admitted
 
     def run(self) -> bool:
         """Free every leaving row that no step holds. True: room has become free."""
@@ -79,7 +80,7 @@ class Teardown:
     def _free(self, handle: int) -> None:
         request = self._requests[handle]
         parked = self._inbox.forget(handle)
-        if request.partitions:
+        if self._graph.knows(handle):
             self._store.free(self._graph.remove(handle))
         self._store.free(parked)
         self._walks.forget(handle)
