@@ -88,18 +88,25 @@ class MicroScheduler:
             return None
         first, group = self._turn_of(keys)
         self._turn += 1
-        room = _Room(self._limits.max_rows, self._limits.max_step_tokens)
+        most = min(self._limits.max_rows, self._engine.max_rows(first.node))
+        room = _Room(most, self._limits.max_step_tokens)
+        # Where a node takes fewer rows than there are, those that wait go before those that would run ahead.
+        spare = max(0, most - sum(self._graph.num_ready(key) for key in group if key in ready))
         spec_ids: list[int] = []
         taken: list[TakenRows] = []
         for target in targets:
-            if target.key in group:
-                armed = self._graph.spec_prepare(target.key, target.rows)
+            if target.key in group and (rows := target.rows[:spare]):
+                armed = self._graph.spec_prepare(target.key, rows)
                 spec_ids.append(armed.spec_id)
                 taken.append(armed.taken)
-                room.take(len(target.rows), len(target.rows))
+                room.take(len(rows), len(rows))
+                spare -= len(rows)
                 self._served[target.key] = self._turn
         if ready:
+            room.kept = int(first in ready)
             for key in group:
+                if key == first:
+                    room.kept = 0
                 if key in ready and (rows := self._fresh_rows(key, room, int(key == first), declined)):
                     taken.append(self._graph.take(key, rows))
                     self._served[key] = self._turn
@@ -128,7 +135,7 @@ class MicroScheduler:
     def _fresh_rows(self, key: ReadyKey, room: _Room, at_least: int, declined: set[int]) -> list[int]:
         """Rows from the head of the key's queue that fit; `at_least` of them whatever their tokens, so that a long
         prompt beside rows that never end has its turn."""
-        limit = min(room.rows, self._engine.max_rows(key.node))
+        limit = room.rows - room.kept
         rows = self._graph.peek(key, limit + len(declined)) if limit > 0 else []
         if declined:
             rows = [row for row in rows if row not in declined]
@@ -151,13 +158,14 @@ class MicroScheduler:
 
 
 class _Room:
-    """What is left of a step's limits."""
+    """What is left of a step's limits. `kept`: rows of it that are for the key whose turn it is."""
 
-    __slots__ = ("rows", "tokens")
+    __slots__ = ("kept", "rows", "tokens")
 
     def __init__(self, rows: int, tokens: int) -> None:
         self.rows = rows
         self.tokens = tokens
+        self.kept = 0
 
     def take(self, rows: int, tokens: int) -> None:
         self.rows -= rows

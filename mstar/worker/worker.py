@@ -7,6 +7,7 @@ order of the stages; everything else belongs to the part named in the stage. `ti
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from mstar.communication.bus import Bus
 from mstar.engine.engine import Engine
 from mstar.engine.execution import Step, StepPart
 from mstar.engine.submodule import StopDecision
-from mstar.graph.protocol import Gate, GraphRuntime, Routed
+from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
 from mstar.profile.phases import NoPhaseClock, PhaseClock
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
@@ -25,6 +26,8 @@ from mstar.worker.outbox import Outbox
 from mstar.worker.step_counters import StepCounters
 from mstar.worker.teardown import Teardown
 from mstar.worker.walks import WalkRunner
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ class Worker:
             self._parts.counters.refresh_if_due(self._parts.age)
 
     def tick_once(self) -> bool:
-        """One tick of the loop that this worker runs. False: there was nothing to do."""
+        """One tick of the loop that this worker runs. False: there was nothing to do. A step that was composed and
+        cannot run counts: other rows may."""
         return self.tick() if self._overlap else self.tick_plain()
 
     def tick_plain(self) -> bool:
@@ -72,9 +76,9 @@ class Worker:
         mark("teardown")
         self.intake()
         mark("intake")
-        step = self.compose(None)
+        composed = self.compose(None)
         mark("compose")
-        step = self.preplan(step)
+        step = self.preplan(composed)
         mark("preplan")
         if step is not None:
             self.submit(step, None)
@@ -88,7 +92,7 @@ class Worker:
             self.route(step, None)
             mark("route")
         self._clock.end(step is not None)
-        return step is not None
+        return composed is not None
 
     def tick(self) -> bool:
         """Build the step after `cur` while the device runs `cur`, submit it, then finish `cur`."""
@@ -99,9 +103,9 @@ class Worker:
         mark("teardown")
         self.intake()
         mark("intake")
-        nxt = self.compose(cur)
+        composed = self.compose(cur)
         mark("compose")
-        nxt = self.preplan(nxt)
+        nxt = self.preplan(composed)
         mark("preplan")
         if cur is not None:
             nxt = self.await_gpu(cur, nxt)
@@ -126,7 +130,7 @@ class Worker:
             mark("route")
         self._cur = nxt
         self._clock.end(cur is not None)
-        return cur is not None or nxt is not None
+        return cur is not None or composed is not None
 
     def teardown(self) -> None:
         """Removals of rows that no step holds any more; the room they leave lets waiting requests in."""
@@ -142,12 +146,14 @@ class Worker:
 
     def compose(self, cur: Step | None) -> Step | None:
         """Rows that go on from `cur`, with fresh rows of the same node, or another node's turn."""
-        step, failed = self._parts.scheduler.compose(cur)
-        if failed:
-            self._fail_rows(failed)
-        if step is not None:
-            self._parts.teardown.hold(step.handles)
-        return step
+        while True:
+            step, failed = self._parts.scheduler.compose(cur)
+            if failed:
+                self._fail_rows(failed)
+            if step is not None:
+                self._parts.teardown.hold(step.handles)
+            if step is not None or not failed:
+                return step
 
     def preplan(self, step: Step | None) -> Step | None:
         """Reserve, plan and advance. Rows that ran short are held back, and the step is built without them later."""
@@ -159,9 +165,15 @@ class Worker:
         outcome = self._parts.engine.admit(step)
         if not outcome.ok:
             self._undo(step)
-            self._parts.teardown.hold_back(outcome.refused)
+            if not self._parts.teardown.hold_back(outcome.refused):
+                why = f"{outcome.resource} has no room left for the request, and no other request will leave any"
+                self._fail_rows(dict.fromkeys(outcome.refused, why))
             return None
         self._parts.engine.plan(step)
+        if step.failed:
+            self._fail_rows(step.failed)
+            self._undo(step)
+            return None
         return step
 
     def await_gpu(self, cur: Step, nxt: Step | None) -> Step | None:
@@ -214,19 +226,19 @@ class Worker:
         routed = Routed()
         handles = cur.handles
         removed = parts.teardown.removing(handles)
-        gone = cur.dropped.union(cur.failed, removed) if removed or cur.failed or cur.dropped else cur.dropped
-        ended = self._end_loops(gone)
+        gone = cur.dropped.union(cur.failed, removed)
+        ended = self._end_loops(cur, gone)
         for part in cur.parts:
             self._complete(cur, part, gone, routed)
         keep = np.fromiter((row not in gone for row in handles.tolist()), np.bool_, len(handles)) if gone else None
         parts.engine.publish(cur, keep)
         if nxt is not None:
-            ended.update(gone)
             for spec_id, part in zip(nxt.spec_ids, nxt.parts, strict=False):
-                kept = [row for row in part.taken.rows if row not in ended]
+                kept = part.taken.rows
+                if ended or gone:  # a row whose outer loop was stopped may go on in the inner one
+                    kept = [row for row in parts.graph.spec_going(spec_id) if row not in gone]
+                    nxt.dropped.update(set(part.taken.rows).difference(kept))
                 parts.graph.spec_settle(spec_id, kept)
-                if len(kept) < len(part.taken.rows):
-                    nxt.dropped.update(row for row in part.taken.rows if row in ended)
         if cur.failed:
             self._fail_rows({row: why for row, why in cur.failed.items() if row not in cur.dropped})
         parts.outbox.count(routed)
@@ -244,19 +256,23 @@ class Worker:
         self._parts.scheduler.put_back(step)
         self._parts.teardown.release(step.handles)
 
-    def _end_loops(self, gone: set[int]) -> set[int]:
-        """Tell the graph which loops end with this step; returns the rows concerned."""
+    def _end_loops(self, cur: Step, gone: set[int]) -> bool:
+        """Tell the graph which loops end with this step, if any do."""
         parts = self._parts
-        ended: set[int] = set()
+        ended = False
         for part, decision in self._stops:
             key = part.taken.key
             rows = [row for i in decision.index.tolist() if (row := part.taken.rows[i]) not in gone]
             loops = parts.walks.loops_around(key) if decision.finish else ([decision.loop] if decision.loop else [])
-            for loop in loops:
-                parts.graph.stop_loops(rows, [loop] * len(rows))
+            ended = ended or bool(rows)
+            try:
+                for loop in loops:
+                    parts.graph.stop_loops(rows, [loop] * len(rows))
+            except GraphError as error:
+                self._refuse(cur, rows, error, gone)
+                continue
             if decision.finish:
                 parts.walks.finish_rows(key, rows)
-            ended.update(rows)
         self._stops = []
         return ended
 
@@ -272,7 +288,17 @@ class Worker:
             rows = [rows[i] for i in kept]
             ids = {name: [column[i] for i in kept] for name, column in ids.items()}
         if rows:
-            self._parts.graph.complete(taken.key, rows, ids, routed)
+            try:
+                self._parts.graph.complete(taken.key, rows, ids, routed)
+            except GraphError as error:
+                self._refuse(cur, rows, error, gone)
+
+    def _refuse(self, cur: Step, rows: list[int], error: GraphError, gone: set[int]) -> None:
+        """What the node made or decided for these rows does not fit its declaration."""
+        log.error("%d rows fail: %s", len(rows), error)
+        self._parts.graph.fail(rows)
+        cur.failed.update(dict.fromkeys(rows, f"node {cur.node} broke its declaration: {error}"))
+        gone.update(rows)
 
     def _fail_rows(self, failed: dict[int, str]) -> None:
         for handle, why in failed.items():
