@@ -18,7 +18,8 @@ Work = Callable[[], None]
 class DeviceEvent:
     """Fires when the work it belongs to has ended. `error` is what the work raised; times are `time.monotonic_ns`.
 
-    A bare lock, held until the event fires: waiting costs a third of what `threading.Event` takes.
+    Work that is launched on a device goes on after its host part has returned; of work that blocks, as on a CPU, both
+    end together. A bare lock, held until the event fires: waiting costs a third of what `threading.Event` takes.
     """
 
     __slots__ = ("_running", "began_ns", "ended_ns", "error")
@@ -42,12 +43,16 @@ class DeviceEvent:
         self._running.release()
         return True
 
+    def wait_launched(self, timeout_s: float | None = None) -> bool:
+        """As `wait`, for the host part alone: what launching raised is in `error`."""
+        return self.wait(timeout_s)
+
     def run(self, work: Work) -> None:
         """Run `work` and fire. An exception is kept in `error`: it belongs to the step, not to the executor."""
         self.began_ns = time.monotonic_ns()
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - handed to the step's owner
+        except BaseException as error:
             self.error = error
         self.ended_ns = time.monotonic_ns()
         self._running.release()
@@ -78,13 +83,12 @@ class InlineExecutor:
 
 
 class ThreadedExecutor:
-    """One daemon thread with a FIFO queue; `on_done` (thread-safe) is called after each piece of work."""
+    """One daemon thread with a FIFO queue. `prepare` runs on it first."""
 
     overlaps = True
 
-    def __init__(self, on_done: Callable[[], None] | None = None, prepare: Work | None = None) -> None:
+    def __init__(self, prepare: Work | None = None) -> None:
         self._queue: queue.SimpleQueue[tuple[DeviceEvent, Work] | None] = queue.SimpleQueue()
-        self._on_done = on_done
         self._prepare = prepare
         self._thread = threading.Thread(target=self._run, name="device-executor", daemon=True)
         self._thread.start()
@@ -104,5 +108,3 @@ class ThreadedExecutor:
         while (item := self._queue.get()) is not None:
             event, work = item
             event.run(work)
-            if self._on_done is not None:
-                self._on_done()

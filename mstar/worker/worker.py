@@ -15,7 +15,7 @@ import numpy as np
 
 from mstar.communication.bus import Bus
 from mstar.engine.engine import Engine
-from mstar.engine.execution import Step, StepPart
+from mstar.engine.execution import Step, StepPart, StepState
 from mstar.engine.submodule import StopDecision
 from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
 from mstar.profile.phases import NoPhaseClock, PhaseClock
@@ -85,7 +85,7 @@ class Worker:
             mark("submit")
             self.await_gpu(step, None)
             mark("await_gpu")
-            self.event_sync(step)
+            self.event_sync(step, None)
             mark("event_sync")
             self.check_stop(step)
             mark("check_stop")
@@ -110,9 +110,9 @@ class Worker:
         if cur is not None:
             nxt = self.await_gpu(cur, nxt)
             mark("await_gpu")
-        ended = cur is not None and cur.event is not None and cur.event.done()
+        ended = cur is not None and cur.state is StepState.DONE
         if cur is not None and ended:
-            self.event_sync(cur)
+            self.event_sync(cur, None)
             mark("event_sync")
             self.check_stop(cur)
             nxt = self.drop_unwanted(nxt)
@@ -122,7 +122,7 @@ class Worker:
             mark("submit")
         if cur is not None:
             if not ended:
-                self.event_sync(cur)
+                self.event_sync(cur, nxt)
                 mark("event_sync")
                 self.check_stop(cur)
                 mark("check_stop")
@@ -177,12 +177,13 @@ class Worker:
         return step
 
     def await_gpu(self, cur: Step, nxt: Step | None) -> Step | None:
-        """The host part of `cur` has returned. If a row of `nxt` goes on from one that failed, `nxt` is abandoned
-        whole: there is no partial reconcile."""
+        """The host part of `cur` has returned; where the device has ended with it, its rows are known. If a row of
+        `nxt` goes on from one that failed, `nxt` is abandoned whole: there is no partial reconcile."""
         event = cur.event
         assert event is not None
-        event.wait()
-        self._parts.engine.finish(cur)
+        event.wait_launched()
+        if event.done():
+            self._parts.engine.finish(cur)
         if nxt is not None and cur.failed and not cur.failed.keys().isdisjoint(nxt.handles.tolist()):
             self.abandon(nxt)
             return None
@@ -191,16 +192,20 @@ class Worker:
     def submit(self, step: Step, before: Step | None) -> None:
         """Hand the step to the device; its transaction closes."""
         step.submitted_ns = time.monotonic_ns()
-        self._parts.age.since_ns = step.submitted_ns
+        if before is None or before.state is StepState.DONE:
+            self._parts.age.since_ns = step.submitted_ns
         self._parts.engine.submit(step)
         self._parts.counters.submitted(step, before)
 
-    def event_sync(self, cur: Step) -> None:
-        """`cur` has ended on the device: its host rows are readable."""
+    def event_sync(self, cur: Step, behind: Step | None) -> None:
+        """`cur` has ended on the device: its host rows are readable. `behind` was submitted meanwhile: the device is in
+        that one now."""
         event = cur.event
         assert event is not None
         event.wait()
-        self._parts.age.since_ns = 0
+        if cur.state is StepState.SUBMITTED:
+            self._parts.engine.finish(cur)
+        self._parts.age.since_ns = 0 if behind is None else time.monotonic_ns()
 
     def check_stop(self, cur: Step) -> None:
         """Which loops end, by host rows and by the front's wish."""

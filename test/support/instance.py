@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from support.front_books import GREEDY, FrontBooks, Result
+from support.late_executor import LateExecutor
 
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.arena import SHM_DIR, Arena, ArenaReader
@@ -43,6 +44,8 @@ class Tuning:
 
     overlap: bool = True
     threaded: bool = False
+    late: bool = False
+    """The device is one whose steps end as late as they may."""
     max_rows: int = 16
     max_waiting: int = 64
     max_step_tokens: int = 256
@@ -118,7 +121,7 @@ class Instance:
         shared = None
         if shared_name is not None:
             shared = Shared(Arena(shared_name, rank, 1), ArenaReader(shared_name))
-        executor = ThreadedExecutor() if tuning.threaded else InlineExecutor()
+        executor = LateExecutor() if tuning.late else ThreadedExecutor() if tuning.threaded else InlineExecutor()
         worker, parts = assemble_worker(
             compiled=self.compiled,
             nodes=nodes,

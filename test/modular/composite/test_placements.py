@@ -12,6 +12,8 @@ REQUESTS = make_requests(10)
 TUNINGS = {
     "plain": Tuning(overlap=False),
     "overlap, inline": Tuning(),
+    "overlap, late": Tuning(late=True),
+    "overlap, late, captured": Tuning(late=True, capture_sizes=(1, 2, 4, 8)),
     "overlap, threaded, captured": Tuning(threaded=True, capture_sizes=(1, 2, 4, 8)),
 }
 
@@ -33,7 +35,12 @@ def _assert_idle(instance: Instance) -> None:
 
 CASES = [
     *((placement, "overlap, threaded, captured") for placement in PLACEMENTS),
-    *((placement, tuning) for placement in ("one_worker", "three_workers") for tuning in ("plain", "overlap, inline")),
+    *(
+        (placement, tuning)
+        for placement in ("one_worker", "three_workers")
+        for tuning in TUNINGS
+        if tuning != "overlap, threaded, captured"
+    ),
 ]
 
 
@@ -59,7 +66,8 @@ def test_outputs_equal_the_reference(composite: Composite, placement: str, tunin
 @pytest.mark.parametrize("seed", range(3))
 def test_random_arrivals_and_aborts(composite: Composite, placement: str, seed: int):
     rng = random.Random(seed)
-    instance = composite.instance(placement, Tuning(threaded=bool(seed % 2), max_rows=5, capture_sizes=(1, 2, 4)))
+    tuning = Tuning(threaded=seed == 1, late=seed == 2, max_rows=5, capture_sizes=(1, 2, 4))
+    instance = composite.instance(placement, tuning)
     waiting = rng.sample(range(len(REQUESTS)), len(REQUESTS))
     doomed = set(rng.sample(waiting, 3))
     sent: list[int] = []

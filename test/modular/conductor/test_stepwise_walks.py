@@ -14,7 +14,7 @@ from mstar.model.base import Done, ModelSetup, PartitionState, PreparedPrompt, W
 
 SETUP = ModelSetup({}, None, 64)
 TOGETHER = dict.fromkeys(PLACEMENT, 0)
-TUNINGS = {"plain": Tuning(overlap=False), "overlap": Tuning(), "threaded": Tuning(threaded=True)}
+TUNINGS = {"plain": Tuning(overlap=False), "overlap": Tuning(), "late": Tuning(late=True)}
 
 
 def prompt(topic: int, thoughts: int, words: int) -> PreparedPrompt:

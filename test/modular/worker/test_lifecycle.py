@@ -1,5 +1,7 @@
 """A request's life on a worker: waiting, running, leaving; and what fails fails alone. After each, nothing is left."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.instance import Instance, Tuning
@@ -9,9 +11,17 @@ from mstar.engine.submodule import NodeBatch
 PAGE = 64
 
 
-@pytest.fixture(params=["plain", "overlap", "threaded"])
+TUNINGS = {
+    "plain": Tuning(overlap=False),
+    "overlap": Tuning(),
+    "threaded": Tuning(threaded=True),
+    "late": Tuning(late=True),
+}
+
+
+@pytest.fixture(params=list(TUNINGS))
 def tuning(request) -> Tuning:
-    return {"plain": Tuning(overlap=False), "overlap": Tuning(), "threaded": Tuning(threaded=True)}[request.param]
+    return TUNINGS[request.param]
 
 
 def idle(instance: Instance) -> dict[str, float]:
@@ -19,7 +29,7 @@ def idle(instance: Instance) -> dict[str, float]:
 
 
 def with_pages(tuning: Tuning, pages: int, **more) -> Tuning:
-    return Tuning(overlap=tuning.overlap, threaded=tuning.threaded, num_pages={"kv": pages}, **more)
+    return replace(tuning, num_pages={"kv": pages}, **more)
 
 
 def test_requests_that_do_not_fit_together_run_one_after_the_other(tiny, tuning):
@@ -191,7 +201,7 @@ def test_nan_logits_fail_their_request_and_not_the_batch(tiny, tuning):
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
 def test_rows_that_do_not_fit_the_batch_keep_their_place_and_all_run(tiny, tuning, max_rows):
     """Case G5."""
-    instance = tiny.instance(Tuning(overlap=tuning.overlap, threaded=tuning.threaded, max_rows=max_rows))
+    instance = tiny.instance(replace(tuning, max_rows=max_rows))
     finished: list[str] = []
     for index in range(9):
         tiny.submit(instance, f"r{index}", tiny.prompt(4 + index), max_tokens=6)
@@ -206,7 +216,7 @@ def test_rows_that_do_not_fit_the_batch_keep_their_place_and_all_run(tiny, tunin
 
 
 def test_a_long_prompt_is_not_starved_by_rows_that_never_end(tiny, tuning):
-    instance = tiny.instance(Tuning(overlap=tuning.overlap, threaded=tuning.threaded, max_step_tokens=16))
+    instance = tiny.instance(replace(tuning, max_step_tokens=16))
     for index in range(6):
         tiny.submit(instance, f"r{index}", tiny.prompt(4, index), max_tokens=100)
     for _ in range(12):
@@ -247,14 +257,14 @@ def test_seeded_draws_are_the_same_alone_and_in_a_batch(tiny, tuning):
 def test_penalties_do_not_depend_on_the_loop(tiny, penalties):
     """Case D8, without load: counts follow the draws in step order whatever runs ahead."""
     tokens: list[list[list[int]]] = []
-    for tuning in (Tuning(overlap=False), Tuning(), Tuning(threaded=True)):
+    for tuning in TUNINGS.values():
         instance = tiny.instance(tuning)
         for index in range(4):
             tiny.submit(instance, f"r{index}", tiny.prompt(6, index), max_tokens=30, **penalties)
         instance.run()
         tokens.append([instance.results[f"r{index}"].tokens for index in range(4)])
         instance.close()
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert all(others == tokens[0] for others in tokens[1:])
     assert tokens[0] != [tiny.greedy(tiny.prompt(6, index), 30) for index in range(4)]
 
 

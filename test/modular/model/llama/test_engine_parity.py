@@ -100,6 +100,7 @@ TUNINGS = {
     "plain, captured": Tuning(overlap=False, capture_sizes=(1, 2, 4, 8)),
     "overlap, inline": Tuning(),
     "overlap, threaded, captured": Tuning(threaded=True, capture_sizes=(1, 3, 6)),
+    "overlap, late, captured": Tuning(late=True, capture_sizes=(1, 3, 6)),
     "three rows at once": Tuning(threaded=True, max_rows=3),
     "small steps": Tuning(threaded=True, max_step_tokens=8),
     "few pages": Tuning(threaded=True, num_pages={"kv": 3}),
