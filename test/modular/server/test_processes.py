@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.instance import shared_memory_files
 from support.server import Server, running, start
 from support.slow_llama import CARD_NAME, write_slow_llama
 
@@ -127,7 +127,6 @@ def descendants(server: Server) -> list[int]:
 
 def test_a_killed_worker_fails_its_requests_and_comes_back(config, tmp_path):
     """Case E6, SIGKILL: an error event within 2 s, red health, then the same text as before."""
-    files = shared_memory_files()
     with running(config, tmp_path / "log") as server:
         before = text_of(server)
         stream = Streamed(server, num_tokens=200)
@@ -148,16 +147,20 @@ def test_a_killed_worker_fails_its_requests_and_comes_back(config, tmp_path):
         assert server.gauges()["mstar_worker_restarts_total"] == 1
         server.wait_for(server.is_idle, 2, "idle")
         assert server.stop() == 0
-    assert shared_memory_files() <= files
 
 
 def test_a_stopped_worker_is_noticed_by_the_watchdog(shared):
-    """Case E6, SIGSTOP: red within the watchdog's time, green again when it goes on."""
+    """Case E6, SIGSTOP: red within the watchdog's time, running streams fail, green again when it goes on."""
     [worker] = shared.worker_pids()
+    stream = Streamed(shared, num_tokens=200)
+    stream.wait_for_text()
     os.kill(worker, signal.SIGSTOP)
     try:
         took = shared.wait_for(lambda: shared.client.get("/health").status_code == 503, 4, "red health")
         assert took > 0.5
+        stream.join()
+        assert stream.error is not None
+        assert shared.client.post("/v1/completions", json=body()).status_code == 503
     finally:
         os.kill(worker, signal.SIGCONT)
     shared.wait_for(lambda: shared.client.get("/ready").status_code == 200, 10, "green health")
@@ -177,8 +180,8 @@ def test_a_long_healthy_step_stays_green(shared):
 
 def test_nothing_survives_the_death_of_the_parent(config, tmp_path):
     """Case E7."""
-    files, sockets = shared_memory_files(), set(Path("/tmp").glob("mstar-*"))
-    with running(config, tmp_path / "log") as server:
+    sockets = tmp_path / "s"
+    with running(config, tmp_path / "log", MSTAR_SOCKET_DIR=str(sockets)) as server:
         stream = Streamed(server, num_tokens=200)
         stream.wait_for_text()
         children = descendants(server)
@@ -186,11 +189,12 @@ def test_nothing_survives_the_death_of_the_parent(config, tmp_path):
         server.process.kill()
         server.process.wait()
         server.wait_for(lambda: not alive(children), 10, "children gone")
-    with running(config, tmp_path / "log2") as server:
+    assert list(sockets.iterdir()), "nobody could clear up"
+    with running(config, tmp_path / "log2", MSTAR_SOCKET_DIR=str(sockets)) as server:
         assert text_of(server)
+        assert len(list(sockets.iterdir())) == 1, "the next start clears what a killed instance left"
         assert server.stop() == 0
-    assert shared_memory_files() <= files
-    assert set(Path("/tmp").glob("mstar-*")) <= sockets, "the next start clears what a killed instance left"
+    assert not list(sockets.iterdir())
 
 
 def test_sigterm_lets_running_requests_finish(config, tmp_path):
@@ -225,14 +229,14 @@ def test_a_port_in_use_is_reported_at_once(config, tmp_path):
     """Case E11."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         process = start([*config, "--port", str(port)], tmp_path / "log")
         assert process.wait(20) == 2
-        took = time.monotonic() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
     said = " ".join((tmp_path / "log").read_text().split())
     assert f"cannot listen at 127.0.0.1:{port}" in said
     assert "Address already in use" in said
-    assert took < 2 * max(1.0, os.getloadavg()[0] / 2), "2 s on a machine with a core to spare"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2, "CPU time, whatever else runs"
 
 
 def test_a_child_that_cannot_start_ends_the_start_with_its_traceback(checkpoint, tmp_path):
@@ -281,17 +285,21 @@ def cpu_s(pids) -> float:
 
 
 def test_closed_sockets_give_everything_back_and_an_idle_server_sleeps(shared):
-    """Case E1: 200 streams whose sockets close at random points, a third of them before the first token."""
+    """Case E1: 200 requests whose sockets close at random points: before the first token, midway, not streamed."""
     rng = random.Random(1)
     host, port = shared.url.removeprefix("http://").split(":")
-    payload = json.dumps(body(num_tokens=60, stream=True)).encode()
+    payloads = [json.dumps(body(num_tokens=60, stream=streams)).encode() for streams in (True, False)]
     request = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
     )
 
     def one(index: int) -> None:
         with socket.create_connection((host, int(port)), timeout=30) as connection:
+            payload = payloads[index % 7 == 0]
             connection.sendall(request % (len(payload), payload))
+            if index % 7 == 0:
+                time.sleep(rng.uniform(0, 0.3))
+                return
             if index % 3 == 0:
                 return
             received, wanted = b"", rng.randint(1, 12)
@@ -310,15 +318,15 @@ def test_closed_sockets_give_everything_back_and_an_idle_server_sleeps(shared):
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
-    shared.wait_for(shared.is_idle, 1.5, "pages, handles and tensors given back")
+    shared.wait_for(shared.is_idle, 1, "pages, handles and tensors given back")
     assert text_of(shared)
-    shared.wait_for(shared.is_idle, 1.5, "idle")
+    shared.wait_for(shared.is_idle, 1, "idle")
     processes = [shared.pid, *descendants(shared)]
     time.sleep(0.5)
     before = cpu_s(processes)
-    time.sleep(5)
+    time.sleep(8)
     used = cpu_s(processes) - before
-    assert used <= 0.05 + 0.011, f"an idle server used {used:.2f} s of CPU in 5 s"
+    assert used < 0.08, f"an idle server used {used:.2f} s of CPU in 8 s"
 
 
 def test_the_command_line_without_a_server():
