@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 
 import httpx
 from rich.console import Console
+
+from mstar.cli.errors import show_error
+
+STEERING = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""Control characters, for `str.translate`: what a model writes does not steer the terminal."""
 
 
 def chat_command(url: str, system: str | None, temperature: float, api_key: str | None) -> int:
@@ -18,10 +24,11 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
     with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
         try:
             name = _served_model(client)
-        except httpx.HTTPError as error:
-            console.print(f"[red]no server answers at {url}: {error}[/red]")
+        except (httpx.HTTPError, ValueError) as error:
+            show_error(console, f"no server answers at {url}: {error}")
             return 1
-        console.print(f"[dim]{name} at {url}; /reset starts over, /exit ends[/dim]")
+        greeting = f"{name} at {url}; /reset starts over, /exit ends"
+        console.print(greeting, style="dim", markup=False, highlight=False, soft_wrap=True)
         while True:
             try:
                 line = console.input("[bold]you:[/bold] ").strip()
@@ -41,12 +48,13 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
                 for piece in _stream(
                     client, {"model": name, "messages": messages, "temperature": temperature, "stream": True}
                 ):
-                    console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+                    sys.stdout.write(piece.translate(STEERING))
+                    sys.stdout.flush()
                     answer += piece
             except KeyboardInterrupt:
                 pass
             except (httpx.HTTPError, ValueError) as error:
-                console.print(f"\n[red]{error}[/red]")
+                show_error(console, f"\n{error}" if answer else error)
                 messages.pop()
                 continue
             console.print()
@@ -54,16 +62,19 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
 
 
 def _served_model(client: httpx.Client) -> str:
+    """Raises `ValueError` with what was answered instead."""
     response = client.get("/v1/models")
-    response.raise_for_status()
-    return response.json()["data"][0]["id"]
+    _require_ok(response)
+    try:
+        return response.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError("what answers there lists no models") from error
 
 
 def _stream(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
     """Text pieces of one answer. Raises `ValueError` with the server's message for an error."""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != httpx.codes.OK:
-            raise ValueError(json.loads(response.read())["error"]["message"])
+        _require_ok(response)
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -72,3 +83,13 @@ def _stream(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
                 raise ValueError(event["error"]["message"])
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
+
+
+def _require_ok(response: httpx.Response) -> None:
+    if response.status_code == httpx.codes.OK:
+        return
+    try:
+        message = json.loads(response.read())["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = f"{response.status_code} {response.reason_phrase}"
+    raise ValueError(message)

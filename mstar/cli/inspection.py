@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from mstar import envs
+from mstar.cli.errors import UNUSABLE, show_error
+from mstar.cli.progress import ProgressBars
 from mstar.cli.targets import config_for
-from mstar.config.load import ConfigError, shipped_configs
-from mstar.graph.protocol import GraphError
+from mstar.config.load import shipped_configs
 from mstar.launch.deployment import Deployment, resolve_deployment
-from mstar.model.loader.errors import CheckpointError
 from mstar.model.registry import CARDS
 from mstar.platforms import current_platform
 
@@ -34,7 +34,8 @@ def check_command(file: Path | None, overrides: Sequence[str]) -> int:
 def models_command() -> int:
     """Cards and shipped configurations."""
     console = Console()
-    table = Table("model", "serves", "default checkpoint")
+    table = Table("model", "serves")
+    table.add_column("default checkpoint", overflow="fold")  # whole: it is what a configuration would say
     for card in CARDS:
         table.add_row(
             card.name, f"{card.description}\n[dim]{', '.join(card.architectures)}[/dim]", card.default_checkpoint
@@ -50,15 +51,17 @@ def graph_command(target: str, overrides: Sequence[str]) -> int:
     try:
         deployment = _resolve(target, overrides)
         text = deployment.compile(deployment.model()).describe()
-    except (ConfigError, GraphError, CheckpointError, ValueError) as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+    except UNUSABLE as error:
+        show_error(console, error)
         return 1
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
 def _resolve(target: str, overrides: Sequence[str]) -> Deployment:
-    return resolve_deployment(config_for(target, overrides), cache_dir=envs.CACHE_DIR.get())
+    with ProgressBars(Console(stderr=True)) as bars:
+        config = config_for(target, overrides, progress=bars.report)
+        return resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
 
 
 def _check_machine(console: Console) -> bool:
@@ -81,7 +84,7 @@ def _check_machine(console: Console) -> bool:
         facts.append((name, "is not a variable of this version"))
         good = False
     for name, value in facts:
-        console.print(f"{name:>18}  {value}", highlight=False, markup=False)
+        console.print(f"{name:>18}  {value}", highlight=False, markup=False, soft_wrap=True)
     return good
 
 
@@ -89,13 +92,12 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
     try:
         deployment = _resolve(file, overrides)
         compiled = deployment.compile(deployment.model())
-    except (ConfigError, GraphError, CheckpointError, ValueError) as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+    except UNUSABLE as error:
+        show_error(console, error)
         return False
     config = deployment.config
-    console.print(
-        f"{file}: {deployment.card.name} on {config.num_workers} worker(s), up to {deployment.setup.max_seq_len} tokens"
-    )
+    found = f"{deployment.card.name} on {config.num_workers} worker(s), up to {deployment.setup.max_seq_len} tokens"
+    console.print(f"{file}: {found}", markup=False, highlight=False, soft_wrap=True)
     for rank in range(config.num_workers):
-        console.print(f"  worker {rank}: {', '.join(compiled.nodes_on(rank))}", highlight=False)
+        console.print(f"  worker {rank}: {', '.join(compiled.nodes_on(rank))}", markup=False, highlight=False)
     return True

@@ -10,16 +10,15 @@ from rich.console import Console
 
 from mstar import envs
 from mstar.api_server.text import ChoiceText
+from mstar.cli.errors import UNUSABLE, show_error
 from mstar.cli.progress import ProgressBars
 from mstar.cli.targets import config_for
 from mstar.communication.messages import SamplingParams
 from mstar.config.load import ConfigError
-from mstar.graph.protocol import GraphError
 from mstar.launch.deployment import resolve_deployment
 from mstar.launch.local import LocalFailure, LocalInstance
 from mstar.launch.machine import torch_threads
 from mstar.model.base import ChatMessage, PromptRequest
-from mstar.model.loader.errors import CheckpointError
 from mstar.model.loader.tokenizer_files import load_tokenizer
 
 
@@ -29,10 +28,10 @@ def run_command(
     """Prints the answer as it comes. Exit code 1 with a message when it cannot be given."""
     console = Console(stderr=True)
     try:
-        config = config_for(target, overrides)
-        torch.set_num_threads(torch_threads(config))
-        torch.set_grad_enabled(False)
         with ProgressBars(console) as bars:
+            config = config_for(target, overrides, progress=bars.report)
+            torch.set_num_threads(torch_threads(config))
+            torch.set_grad_enabled(False)
             deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
             instance = LocalInstance(deployment, progress=bars.report)
         prompt = instance.model.process_prompt(
@@ -53,7 +52,7 @@ def run_command(
             sys.stdout.flush()
         print(answer.finish().text)
         instance.close()
-    except (ConfigError, CheckpointError, GraphError, LocalFailure, ValueError) as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+    except (*UNUSABLE, LocalFailure) as error:
+        show_error(console, error)
         return 1
     return 0

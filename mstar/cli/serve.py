@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import socket
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mstar import envs
+from mstar.cli.errors import UNUSABLE, show_error
 from mstar.cli.progress import ProgressBars
-from mstar.cli.targets import config_for
+from mstar.cli.targets import config_for, server_for
 from mstar.communication.messages import LoadProgress, MemoryPlan
-from mstar.config.load import ConfigError
 from mstar.config.schema import ServerConfig
 from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.launch.supervisor import StartError, Supervisor, Watchers
@@ -21,18 +24,19 @@ INTERRUPTED = 130
 
 
 def serve_command(target: str, overrides: Sequence[str]) -> int:
-    """Exit code: 0 after a drain, 1 for a failed start or a forced end, 2 for a configuration or port of no use."""
+    """Exit code: 0 after a drain, 1 for a failed start or a forced end, 2 for a configuration, checkpoint or port of no
+    use."""
     console = Console(stderr=True)
     for name in envs.unknown_variables():
         console.print(f"[yellow]{name} is not a variable of this version[/yellow]")
     try:
-        config = config_for(target, overrides)
-        listener = bind(config.server)
-    except (ConfigError, ValueError, OSError) as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+        listener = bind(server_for(target, overrides))
+    except (*UNUSABLE, OSError) as error:
+        show_error(console, error)
         return 2
     try:
         with ProgressBars(console) as bars:
+            config = config_for(target, overrides, progress=bars.report)
             deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
             deployment.compile(deployment.model())
 
@@ -46,11 +50,14 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
             supervisor.start()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (StartError, ValueError, OSError) as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
+    except UNUSABLE as error:
+        show_error(console, error)
+        return 2
+    except (StartError, OSError) as error:
+        show_error(console, error)
         return 1
     host, port = listener.getsockname()[:2]
-    console.print(ready_text(deployment, host, port), highlight=False, markup=False, soft_wrap=True)
+    console.print(ready_text(deployment, host, port), highlight=False, markup=False, emoji=False, soft_wrap=True)
     return supervisor.run()
 
 
@@ -83,7 +90,7 @@ def memory_table(plan: MemoryPlan) -> Table:
     table.add_column("detail")
     table.add_column("MiB", f"{total / 2**20:,.1f}", justify="right")
     for row in plan.rows:
-        table.add_row(row.name, row.detail, f"{row.num_bytes / 2**20:,.1f}")
+        table.add_row(Text(row.name), Text(row.detail), f"{row.num_bytes / 2**20:,.1f}")
     return table
 
 
@@ -93,11 +100,11 @@ def ready_text(deployment: Deployment, host: str, port: int) -> str:
     url = f"http://[{at}]:{port}" if ":" in at else f"http://{at}:{port}"
     name = deployment.facts.served_names[0]
     key = " -H 'Authorization: Bearer YOUR_KEY'" if deployment.config.server.api_keys else ""
-    message = '{"role": "user", "content": "What is the capital of France?"}'
-    body = f'{{"model": "{name}", "temperature": 0, "messages": [{message}]}}'
+    message = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": name, "temperature": 0, "messages": [message]}, ensure_ascii=False)
     return (
         "Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f"    -d '{body}'\n"
+        f"    -d {shlex.quote(body)}\n"
         f"mstar is ready: {name} at {url}"
     )

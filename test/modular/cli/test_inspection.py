@@ -1,0 +1,109 @@
+"""`mstar check`, `mstar models`, `mstar graph`, `mstar version`: what they show and what they refuse."""
+
+import pytest
+from support.command_line import command, deployment_file
+from support.composite.deployment import CARD as COMPOSITE
+from support.composite.deployment import PLACEMENTS, node_groups, write_checkpoint
+
+import mstar
+from mstar.model.registry import CARDS
+
+
+@pytest.fixture(scope="module")
+def composite(tmp_path_factory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("composite")))
+
+
+def groups(placement: str) -> list[dict]:
+    return [group.model_dump() for group in node_groups(placement)]
+
+
+def test_version_and_help():
+    assert command("version").stdout == f"{mstar.__version__}\n"
+    assert "Start the server" in command("--help").stdout
+
+
+def test_models_lists_every_card_with_its_whole_checkpoint():
+    result = command("models")
+    assert result.exit_code == 0
+    cells = [line.split("│")[1:-1] for line in result.stdout.splitlines() if "│" in line]
+    names, _, checkpoints = ("".join(cell.strip() for cell in column) for column in zip(*cells, strict=True))
+    assert names == "".join(card.name for card in CARDS)
+    assert checkpoints == "".join(card.default_checkpoint or "" for card in CARDS)
+    assert "shipped configurations: smollm2" in result.stdout
+
+
+@pytest.mark.parametrize("placement", ["one_worker", "three_workers"])
+def test_graph_shows_walks_edges_streams_and_where_nodes_run(composite, tmp_path, placement: str):
+    path = deployment_file(tmp_path, model=COMPOSITE, checkpoint=composite, node_groups=groups(placement))
+    result = command("graph", path)
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    for node, rank in PLACEMENTS[placement].items():
+        ranks = {line.partition(" on worker ")[2].split(",")[0] for line in lines if line.startswith(f"{node}(")}
+        assert ranks == {str(rank)}, node
+    for part in ("partition ", "  walk ", "loop ", "\nstreams\n", " -> client as "):
+        assert part in result.stdout
+
+
+def test_graph_of_a_checkpoint(checkpoint):
+    shown = command("graph", checkpoint).stdout
+    assert "walk prefill\n    LLM() on worker 0" in shown
+    assert "loop decode, at most the request's decode_steps times" in shown
+
+
+def test_check_of_a_good_file(checkpoint, tmp_path):
+    path = deployment_file(tmp_path, model="llama", checkpoint=str(checkpoint), max_seq_len=99)
+    result = command("check", path)
+    assert result.exit_code == 0, result.output
+    assert f"{path}: llama on 1 worker(s), up to 99 tokens\n  worker 0: LLM\n" in result.stdout
+    for fact in ("python", "torch", "cores", "free memory", "C++ compiler"):
+        assert f" {fact}  " in result.stdout
+
+
+def test_check_lists_workers_and_their_nodes(composite, tmp_path):
+    path = deployment_file(tmp_path, model=COMPOSITE, checkpoint=composite, node_groups=groups("codec_apart"))
+    shown = command("check", path).stdout
+    first, second = (line.partition(": ")[2].split(", ") for line in shown.splitlines() if line.startswith("  worker "))
+    assert set(first) == {node for node, rank in PLACEMENTS["codec_apart"].items() if rank == 0}
+    assert second == [node for node, rank in PLACEMENTS["codec_apart"].items() if rank == 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"schedular": {"max_rows": 3}}, "schedular: unknown key; did you mean 'scheduler'?"),
+        ({"server": {"port": 70000}}, "server.port: Input should be less than or equal to 65535 (found 70000)"),
+        ({"server": {"served_names": "[/x]"}}, "server.served_names: Input should be a valid tuple (found '[/x]')"),
+        ({"node_groups": [{"node_names": ["LM"]}]}, "node_groups: the model has no node LM; its nodes are LLM"),
+        ({"resources": {"cache": {"num_pages": 8}}}, "resources: the model has no resource cache; it has attn, kv"),
+        ({"model": "lama"}, "there is no model 'lama'; did you mean 'llama'?"),
+        ({"model": "nowhere.at_all:CARD"}, "cannot import 'nowhere.at_all:CARD'"),
+        ({"model": COMPOSITE}, "which is for model 'llama'"),
+        ({"checkpoint": "/nowhere/at[/all].gguf"}, "there is no file /nowhere/at[/all].gguf"),
+        ({"max_seq_len": 257}, "max_seq_len: 257 is more than the model's 256 positions"),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_check_names_what_is_wrong(checkpoint, tmp_path, values: dict, said: str):
+    path = deployment_file(tmp_path, **{"model": "llama", "checkpoint": str(checkpoint), **values})
+    result = command("check", path)
+    assert result.exit_code == 1
+    assert said in result.stdout
+    assert "worker 0" not in result.stdout
+
+
+def test_check_of_a_file_that_is_no_deployment(tmp_path):
+    path = tmp_path / "[red]list.yaml"
+    path.write_text("- a\n- b\n")
+    result = command("check", path)
+    assert result.exit_code == 1
+    assert f"{path}: expected keys and values, found list" in result.stdout
+
+
+def test_check_names_a_variable_of_another_version(monkeypatch):
+    assert command("check").exit_code == 0
+    monkeypatch.setenv("MSTAR_CPU_KERNEL", "native")
+    result = command("check")
+    assert result.exit_code == 1
+    assert "MSTAR_CPU_KERNEL  is not a variable of this version" in result.stdout

@@ -1,0 +1,74 @@
+"""What a command is given to work on, and `--set`: a mistake ends it with a message and an exit code."""
+
+import socket
+
+import pytest
+from support.checkpoints import write_directory
+from support.command_line import SERVER_TARGET, WITH_A_TARGET, command
+from support.composite.deployment import write_checkpoint
+
+CODES = {"serve": 2, "check": 1, "graph": 1, "run": 1}
+every_command = pytest.mark.parametrize("arguments", WITH_A_TARGET, ids=lambda arguments: arguments[0])
+
+
+@every_command
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("port", "--set 'port': expected KEY=VALUE, for example --set server.port=8080"),
+        ("server.prot=1", "server.prot: unknown key; did you mean 'port'?"),
+        ("server.port=[/b]", "server.port: Input should be a valid integer (found ['/b'])"),
+        ("server.port=[b, 1", "--set 'server.port=[b, 1': the value is not valid YAML"),
+        ("model.name=x", "--set 'model.name=x': 'model' has no keys"),
+    ],
+)
+def test_an_override_that_cannot_be_applied(arguments: list[str], override: str, said: str):
+    result = command(*arguments, "smollm2", "--set", override)
+    assert result.exit_code == CODES[arguments[0]]
+    assert said in result.output
+
+
+@every_command
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("smolm2", "no configuration file 'smolm2'; did you mean 'smollm2'?"),
+        ("nowhere[b].gguf", "there is no file nowhere[b].gguf"),
+        (".", "has no safetensors files"),
+    ],
+)
+def test_a_target_that_is_not_there(arguments: list[str], target: str, said: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    free_port = ["--port", "0"] if arguments == SERVER_TARGET else []
+    result = command(*arguments, target, *free_port)
+    assert result.exit_code == CODES[arguments[0]]
+    assert said in result.output
+
+
+def test_a_checkpoint_without_a_tokenizer_is_not_served(weights, tmp_path):
+    write_directory(tmp_path, weights, with_tokenizer=False)
+    result = command("serve", tmp_path, "--port", 0)
+    assert result.exit_code == 2
+    assert "tokenizer" in result.stderr
+
+
+def test_a_checkpoint_that_no_model_serves(tmp_path):
+    write_checkpoint(tmp_path)
+    result = command("serve", tmp_path, "--port", 0)
+    assert result.exit_code == 2
+    assert "['TinyComposite'] are not served" in result.stderr
+
+
+@pytest.mark.parametrize("target", ["smollm2", "org/not-here", "pypi:not-here==1.0/a/b.gguf"])
+def test_the_port_is_looked_at_before_any_checkpoint(target: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = command("serve", target, "--port", port)
+    assert result.exit_code == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use; end the process" in result.stderr
+
+
+def test_an_address_that_is_not_there():
+    result = command("serve", "--host", "name.invalid")
+    assert result.exit_code == 2
+    assert "cannot listen at name.invalid:8000" in result.stderr
