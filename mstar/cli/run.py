@@ -21,6 +21,8 @@ from mstar.launch.machine import torch_threads
 from mstar.model.base import ChatMessage, PromptRequest
 from mstar.model.loader.tokenizer_files import load_tokenizer
 
+NO_ANSWER = (*UNUSABLE, LocalFailure)
+
 
 def run_command(
     text: str, target: str, overrides: Sequence[str], max_tokens: int, temperature: float, seed: int, *, raw: bool
@@ -52,7 +54,7 @@ def run_command(
             sys.stdout.flush()
         print(answer.finish().text)
         instance.close()
-    except (*UNUSABLE, LocalFailure) as error:
+    except NO_ANSWER as error:
         show_error(console, error)
         return 1
     return 0

@@ -21,6 +21,7 @@ from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.launch.supervisor import StartError, Supervisor, Watchers
 
 INTERRUPTED = 130
+NO_LISTENER = (*UNUSABLE, OSError)
 
 
 def serve_command(target: str, overrides: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
         console.print(f"[yellow]{name} is not a variable of this version[/yellow]")
     try:
         listener = bind(server_for(target, overrides))
-    except (*UNUSABLE, OSError) as error:
+    except NO_LISTENER as error:
         show_error(console, error)
         return 2
     try:
