@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""A worker that ran for this long starts again without delay when it dies."""
+"""A worker that served for this long starts again after the shortest delay when it dies."""
 EXIT_GRACE_S = 10.0
 """How long children may take to end after they were told to."""
 
@@ -46,9 +46,18 @@ class _Slot:
     child: Child | None = None
     incarnation: int = -1
     ready: Ready | None = None
-    started_at: float = 0.0
+    ready_at: float = 0.0
     num_failures: int = 0
     due_at: float | None = None
+
+    def plan_restart(self, now: float) -> float:
+        """The process has ended: the next is due after the returned seconds, longer each time unless it had served for
+        long. Loading does not count: a model that takes minutes to fail must not be loaded for ever."""
+        is_stable = self.ready is not None and now - self.ready_at > STABLE_S
+        self.num_failures = 1 if is_stable else self.num_failures + 1
+        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.num_failures - 1, 16))
+        self.due_at = now + delay_s
+        return delay_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,6 @@ class Supervisor:
         slot.incarnation += 1
         slot.due_at = None
         slot.ready = None
-        slot.started_at = time.monotonic()
         is_front = slot is self._front
         spec = ChildSpec(
             role="front" if is_front else "worker",
@@ -156,18 +164,16 @@ class Supervisor:
 
     def _look_after(self, slot: _Slot) -> None:
         if slot.child is not None and slot.child.exit_code() is not None:
-            self._lost(slot, slot.child)
+            delay_s = slot.plan_restart(time.monotonic())
+            self._lost(slot, slot.child, f"it is started again in {delay_s:.1f} s")
         if slot.due_at is not None and time.monotonic() >= slot.due_at:
             self._spawn(slot)
 
-    def _lost(self, slot: _Slot, child: Child) -> None:
+    def _lost(self, slot: _Slot, child: Child, outlook: str) -> None:
+        """Tell everybody that depends on the process, and clear up behind it."""
         detail = f"{child.name} {child.how_it_ended()}"
-        now = time.monotonic()
-        slot.num_failures = 0 if now - slot.started_at > STABLE_S else slot.num_failures + 1
-        delay_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** max(0, slot.num_failures - 1))
-        slot.due_at = now + delay_s
         slot.child = None
-        log.error("%s; it is started again in %.1f s", detail, delay_s)
+        log.error("%s; %s", detail, outlook)
         self._bus.disconnect(peer_name(slot.rank))
         self._tell_others(slot, PeerLost(slot.rank, slot.incarnation, detail))
         arena.reclaim(self._instance.instance, slot.rank, slot.incarnation)
@@ -187,6 +193,7 @@ class Supervisor:
                 slot = self._front if message.rank == FRONT_RANK else self._workers[message.rank]
                 if message.incarnation == slot.incarnation:
                     slot.ready = message
+                    slot.ready_at = time.monotonic()
 
     def _drain(self) -> int:
         """First signal: the front refuses new requests and ends when the running ones have; then the workers end. A
@@ -194,6 +201,9 @@ class Supervisor:
         log.info("draining: new requests are refused, running ones may take %.0f s", self._drain_s())
         self._bus.send(peer_name(FRONT_RANK), (Shutdown(),))
         if not self._await_exit([self._front], self._drain_s() + EXIT_GRACE_S):
+            return 1
+        if self._front.child is not None and (code := self._front.child.exit_code()):
+            log.error("the front process ended with %d while it drained", code)
             return 1
         for slot in self._workers:
             self._bus.send(peer_name(slot.rank), (Shutdown(),))
@@ -211,7 +221,15 @@ class Supervisor:
                 return False
             self._wait(left_s)
             self._receive()
+            if self._front in slots:
+                self._report_losses()
         return True
+
+    def _report_losses(self) -> None:
+        """While the front drains: what runs on a worker that has ended fails at once, and nothing new needs another."""
+        for slot in self._workers:
+            if slot.child is not None and slot.child.exit_code() is not None:
+                self._lost(slot, slot.child, "the server ends, so it is not started again")
 
     def _wait(self, timeout_s: float | None) -> None:
         children = [
