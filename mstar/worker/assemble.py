@@ -76,7 +76,7 @@ def assemble_worker(
     rank = settings.rank
     store = TensorStore()
     rids = RidTable(settings.capacity - 1, first=1)
-    requests = RequestTable(settings.capacity)
+    requests = RequestTable(settings.capacity, rids)
     graph = PyGraphRuntime(compiled, rank, store)
     engine = Engine(nodes, specs, store, executor, engine_config)
     admission = Admission(engine, settings.max_rows)
@@ -94,6 +94,7 @@ def assemble_worker(
         graph=graph,
         store=store,
         requests=requests,
+        rids=rids,
         loops={key: compiled.loops_around(key) for key in keys},
         partition_of={
             node.key.node: program.partition for program in compiled.programs.values() for node in program.nodes
@@ -126,9 +127,7 @@ def assemble_worker(
         walks=walks,
         outbox=outbox,
     )
-    teardown = Teardown(
-        rids=rids, requests=requests, admission=admission, graph=graph, store=store, inbox=inbox, walks=walks
-    )
+    teardown = Teardown(rids=rids, requests=requests, admission=admission, graph=graph, store=store, inbox=inbox)
     limits = StepLimits(settings.max_rows, settings.max_step_tokens)
     batch_with = {key: _batch_with(nodes[key.node], key) for key in keys}
 

@@ -63,7 +63,7 @@ class Inbox:
         self._transport = transport
         self._walks = walks
         self._outbox = outbox
-        self._parking = Parking(graph)
+        self._parking = Parking(graph, rids, store)
         self._routed = Routed()
         """What messages led to since the last `collect`."""
         self.leaving: list[int] = []
@@ -117,10 +117,6 @@ class Inbox:
         self._graph.collect(routed)
         self._walks.follow(routed)
         self._outbox.flush_cold(routed)
-
-    def forget(self, handle: int) -> list[int]:
-        """Tensor ids still parked for a request that leaves."""
-        return self._parking.forget(handle)
 
     @contextmanager
     def _failing(self, rids: Iterable[str], deed: str) -> Iterator[None]:

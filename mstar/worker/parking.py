@@ -6,10 +6,11 @@ frame still race. Runs on the worker's loop thread.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import NamedTuple
 
+from mstar.communication.tensor_store import TensorStore
 from mstar.graph.protocol import NO_TENSOR, Cols, GraphRuntime, StreamColumns
+from mstar.worker.rid_table import HandleMap, RidTable
 
 
 class _EdgeValue(NamedTuple):
@@ -28,12 +29,21 @@ class _StreamTotal(NamedTuple):
     total: int
 
 
-class Parking:
-    """Delivers to the graph runtime what it takes, and keeps the rest by handle, in order."""
+_Parked = _EdgeValue | _StreamItem | _StreamTotal
 
-    def __init__(self, graph: GraphRuntime) -> None:
+
+class Parking:
+    """Delivers to the graph runtime what it takes, and keeps the rest by handle, in order. Tensors still parked for a
+    request when its handle is released leave the store."""
+
+    def __init__(self, graph: GraphRuntime, rids: RidTable, store: TensorStore) -> None:
         self._graph = graph
-        self._parked: defaultdict[int, list[_EdgeValue | _StreamItem | _StreamTotal]] = defaultdict(list)
+        self._store = store
+        self._parked: HandleMap[list[_Parked]] = rids.handle_map("parked values", self._free)
+
+    def __len__(self) -> int:
+        """Requests for which something is parked."""
+        return len(self._parked)
 
     def edges(self, block: Cols) -> None:
         counts = block.counts if block.counts is not None else [1] * len(block.slots)
@@ -44,24 +54,24 @@ class Parking:
         for index, count in enumerate(counts):
             if index in refused:
                 ids = tuple(block.ids[start : start + count])
-                self._parked[block.handles[index]].append(_EdgeValue(block.slots[index], ids))
+                self._park(block.handles[index], _EdgeValue(block.slots[index], ids))
             start += count
 
     def stream_items(self, items: StreamColumns) -> None:
         for index in self._graph.stream_put(items.handles, items.edges, items.ids, items.tags):
             item = _StreamItem(items.edges[index], items.ids[index], items.tags[index])
-            self._parked[items.handles[index]].append(item)
+            self._park(items.handles[index], item)
 
     def stream_end(self, handle: int, edge: int, total: int, started: bool) -> None:
         """`started`: a walk of the request runs here."""
         if started:
             self._graph.stream_end(handle, edge, total)
         else:
-            self._parked[handle].append(_StreamTotal(edge, total))
+            self._park(handle, _StreamTotal(edge, total))
 
     def deliver(self, handle: int) -> None:
         """The request has started (another partition): try again."""
-        for parked in self._parked.pop(handle, ()):
+        for parked in self._parked.pop(handle) or ():
             match parked:
                 case _EdgeValue(slot, ids):
                     self.edges(Cols([handle], [slot], list(ids), [len(ids)]))
@@ -70,15 +80,20 @@ class Parking:
                 case _StreamTotal(edge, total):
                     self.stream_end(handle, edge, total, started=True)
 
-    def forget(self, handle: int) -> list[int]:
-        """The request leaves; returns the tensor ids that were parked for it."""
+    def _park(self, handle: int, value: _Parked) -> None:
+        parked = self._parked.get(handle)
+        if parked is None:
+            parked = self._parked[handle] = []
+        parked.append(value)
+
+    def _free(self, values: list[_Parked]) -> None:
         ids: list[int] = []
-        for parked in self._parked.pop(handle, ()):
+        for parked in values:
             match parked:
-                case _EdgeValue(_, values):
-                    ids.extend(value for value in values if value != NO_TENSOR)
+                case _EdgeValue(_, held):
+                    ids.extend(one for one in held if one != NO_TENSOR)
                 case _StreamItem(_, tensor_id, _):
                     ids.append(tensor_id)
                 case _StreamTotal():
                     pass
-        return ids
+        self._store.free(ids)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mstar.communication.messages import FinishReason, OpenRequest, StartWalk
+from mstar.worker.rid_table import HandleMap, RidTable
 
 
 @dataclass(slots=True)
@@ -61,12 +62,11 @@ class RequestTable:
     int64 [capacity] of the values emitted so far.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._by_handle: list[Request | None] = [None] * capacity
+    def __init__(self, capacity: int, rids: RidTable) -> None:
+        self._by_handle: HandleMap[Request] = rids.handle_map("requests")
         self._emitted: dict[str, np.ndarray] = {}
         self.in_steps = np.zeros(capacity, np.int32)
         self.removing = np.zeros(capacity, np.bool_)
-        self.num_open = 0
 
     def put(self, request: Request) -> None:
         self._by_handle[request.handle] = request
@@ -76,17 +76,11 @@ class RequestTable:
             emitted[request.handle] = 0
 
     def __getitem__(self, handle: int) -> Request:
-        request = self._by_handle[handle]
-        if request is None:
-            raise KeyError(f"no request behind handle {handle}")
-        return request
-
-    def drop(self, handle: int) -> None:
-        self._by_handle[handle] = None
-        self.removing[handle] = False
-
-    def handles(self) -> list[int]:
-        return [request.handle for request in self._by_handle if request is not None]
+        """
+        Raises:
+            UnknownHandle: no request is behind the handle.
+        """
+        return self._by_handle[handle]
 
     def count_emits(self, signal: str, handles: np.ndarray) -> None:
         """One more value of `signal` for each entry; a handle whose list of values is emitted stands there more than

@@ -7,8 +7,8 @@ process and is given to the next request once released, so nothing keyed by it m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -24,11 +24,12 @@ class UnknownHandle(LookupError):
 class HandleMap(Generic[T]):
     """One value per live handle. Made by `RidTable.handle_map`; entries go when their handle is released."""
 
-    __slots__ = ("_name", "_table", "_values")
+    __slots__ = ("_dispose", "_name", "_table", "_values")
 
-    def __init__(self, table: RidTable, name: str) -> None:
+    def __init__(self, table: RidTable, name: str, dispose: Callable[[T], object] | None) -> None:
         self._table = table
         self._name = name
+        self._dispose = dispose
         self._values: dict[int, T] = {}
 
     def __getitem__(self, handle: int) -> T:
@@ -56,6 +57,12 @@ class HandleMap(Generic[T]):
     def pop(self, handle: int) -> T | None:
         """Takes the value out; None where there is none."""
         return self._values.pop(handle, None)
+
+    def purge(self, handle: int) -> None:
+        """The handle is released: its value is disposed of."""
+        value = self._values.pop(handle, None)
+        if value is not None and self._dispose is not None:
+            self._dispose(value)
 
     def items(self) -> Iterator[tuple[int, T]]:
         return iter(self._values.items())
@@ -90,14 +97,10 @@ class RidTable:
     def capacity(self) -> int:
         return len(self._rids) - self._first
 
-    @property
-    def num_columns(self) -> int:
-        """Length of a column that is indexed by handle."""
-        return len(self._rids)
-
-    def handle_map(self, name: str) -> HandleMap:
-        """A side table that `release` purges; `name` is for messages. Annotate what it holds: `m: HandleMap[Row]`."""
-        made: HandleMap = HandleMap(self, name)
+    def handle_map(self, name: str, dispose: Callable[[Any], object] | None = None) -> HandleMap:
+        """A side table that `release` purges; `name` is for messages. `dispose` is given what is purged (not what is
+        popped or overwritten). Annotate what it holds: `m: HandleMap[Row]`."""
+        made: HandleMap = HandleMap(self, name, dispose)
         self._maps.append(made)
         return made
 
@@ -160,15 +163,11 @@ class RidTable:
         """
         rid = self.rid(handle)
         for purged in self._maps:
-            purged.pop(handle)
+            purged.purge(handle)
         del self._handles[rid]
         self._rids[handle] = None
         self._free.append(handle)
         return rid
-
-    def live(self) -> list[int]:
-        """Live handles, oldest request first."""
-        return list(self._handles.values())
 
     def describe(self, handle: int) -> str:
         """For messages: the request behind a handle, live or not."""

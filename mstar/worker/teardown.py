@@ -6,6 +6,8 @@ armed; its handle is released last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mstar.communication.tensor_store import TensorStore
@@ -13,8 +15,7 @@ from mstar.graph.protocol import Gate, GraphRuntime
 from mstar.worker.admission import Admission
 from mstar.worker.inbox import Inbox
 from mstar.worker.requests import RequestTable
-from mstar.worker.rid_table import RidTable
-from mstar.worker.walks import WalkRunner
+from mstar.worker.rid_table import HandleMap, RidTable
 
 
 class Teardown:
@@ -29,7 +30,6 @@ class Teardown:
         graph: GraphRuntime,
         store: TensorStore,
         inbox: Inbox,
-        walks: WalkRunner,
     ) -> None:
         self._rids = rids
         self._requests = requests
@@ -37,14 +37,13 @@ class Teardown:
         self._graph = graph
         self._store = store
         self._inbox = inbox
-        self._walks = walks
-        self._held: list[int] = []
+        self._held: HandleMap[None] = rids.handle_map("held rows")
 
     def hold(self, handles: np.ndarray) -> None:
         """A step holds these rows (each once)."""
         self._requests.in_steps[handles] += 1
 
-    def release(self, handles: np.ndarray) -> None:
+    def step_ended(self, handles: np.ndarray) -> None:
         """A step that held them has ended or was abandoned."""
         self._requests.in_steps[handles] -= 1
 
@@ -54,11 +53,22 @@ class Teardown:
             return set()
         return set(handles[self._requests.removing[handles]].tolist())
 
-    def hold_back(self, handles: tuple[int, ...]) -> bool:
-        """Rows that ran short of room wait until somebody leaves. False: everybody waits already."""
+    def hold_back(self, handles: Sequence[int]) -> None:
+        """Rows that ran short of room wait until somebody leaves."""
         self._graph.gate(handles, Gate.HELD, True)
-        self._held.extend(handles)
-        return len(self._held) < self._admission.num_admitted
+        for handle in handles:
+            self._held[handle] = None
+
+    @property
+    def all_held(self) -> bool:
+        """Every request in here waits for another one to leave."""
+        return 0 < len(self._held) >= self._admission.num_admitted
+
+    def let_go(self) -> None:
+        """Rows that were held back try again."""
+        for handle in list(self._held):
+            self._graph.gate([handle], Gate.HELD, False)
+            self._held.pop(handle)
 
     def run(self) -> bool:
         """Free every leaving row that no step holds. True: room has become free."""
@@ -72,19 +82,13 @@ class Teardown:
             if not self._requests.in_steps[handle]:
                 self._free(handle)
         self._inbox.leaving[:] = stay
-        if self._held:
-            self._graph.gate([handle for handle in self._held if self._rids.is_live(handle)], Gate.HELD, False)
-            self._held.clear()
+        self.let_go()
         return True
 
     def _free(self, handle: int) -> None:
-        request = self._requests[handle]
-        parked = self._inbox.forget(handle)
         if self._graph.knows(handle):
             self._store.free(self._graph.remove(handle))
-        self._store.free(parked)
-        self._walks.forget(handle)
+        request = self._requests[handle]
         if request.admitted:
             self._admission.leave(request)
-        self._requests.drop(handle)
         self._rids.release(handle)

@@ -13,6 +13,7 @@ from mstar.communication.messages import StartWalk, WalkDone
 from mstar.communication.tensor_store import TensorStore
 from mstar.graph.protocol import GraphError, GraphRuntime, ReadyKey, Routed
 from mstar.worker.requests import PartitionRun, Request, RequestTable
+from mstar.worker.rid_table import HandleMap, RidTable
 
 
 class WalkRunner:
@@ -24,6 +25,7 @@ class WalkRunner:
         graph: GraphRuntime,
         store: TensorStore,
         requests: RequestTable,
+        rids: RidTable,
         loops: Mapping[ReadyKey, Sequence[str]],
         partition_of: Mapping[str, str],
         input_partitions: Mapping[str, Sequence[str]],
@@ -41,7 +43,7 @@ class WalkRunner:
         self._input_partitions = input_partitions
         self._limits = limits
         self._rank = rank
-        self._stopping: set[tuple[int, str]] = set()
+        self._stopping: HandleMap[set[str]] = rids.handle_map("stopped partitions")
         self.done: list[WalkDone] = []
         """Reports to send behind the frames of this tick."""
 
@@ -94,7 +96,8 @@ class WalkRunner:
             return
         if run.last or run.finished:
             self._graph.end_streams(request.handle, partition, routed)
-        self._stopping.discard((request.handle, partition))
+        if (stopping := self._stopping.get(request.handle)) is not None:
+            stopping.discard(partition)
         self.done.append(
             WalkDone(
                 rid=request.rid,
@@ -111,7 +114,9 @@ class WalkRunner:
         run = request.partitions.get(partition)
         if run is not None and not run.finished:
             self._finish(run)
-            self._stopping.add((request.handle, partition))
+            if request.handle not in self._stopping:
+                self._stopping[request.handle] = set()
+            self._stopping[request.handle].add(partition)
 
     def finish_rows(self, key: ReadyKey, rows: Sequence[int]) -> None:
         """The node has said that these rows' partition has produced what was asked."""
@@ -121,18 +126,14 @@ class WalkRunner:
 
     def stopping(self, key: ReadyKey, rows: Sequence[int]) -> list[int]:
         """Positions in `rows` whose partition the front has stopped."""
-        if not self._stopping:
+        if not len(self._stopping):
             return []
         partition = self._partition_of[key.node]
-        return [index for index, row in enumerate(rows) if (row, partition) in self._stopping]
+        return [index for index, row in enumerate(rows) if partition in (self._stopping.get(row) or ())]
 
     def loops_around(self, key: ReadyKey) -> Sequence[str]:
         """Loops that enclose a node in a walk, innermost first."""
         return self._loops[key]
-
-    def forget(self, handle: int) -> None:
-        if self._stopping:
-            self._stopping = {(row, partition) for row, partition in self._stopping if row != handle}
 
     @staticmethod
     def _finish(run: PartitionRun) -> None:

@@ -78,7 +78,7 @@ class Worker:
         mark("intake")
         composed = self.compose(None)
         mark("compose")
-        step = self.preplan(composed)
+        step = self.preplan(composed, None)
         mark("preplan")
         if step is not None:
             self.submit(step, None)
@@ -105,7 +105,7 @@ class Worker:
         mark("intake")
         composed = self.compose(cur)
         mark("compose")
-        nxt = self.preplan(composed)
+        nxt = self.preplan(composed, cur)
         mark("preplan")
         if cur is not None:
             nxt = self.await_gpu(cur, nxt)
@@ -128,6 +128,8 @@ class Worker:
                 mark("check_stop")
             self.route(cur, nxt)
             mark("route")
+            if nxt is None and self._parts.teardown.all_held:
+                self._parts.teardown.let_go()  # some may have ended with `cur`
         self._cur = nxt
         self._clock.end(cur is not None)
         return cur is not None or composed is not None
@@ -155,19 +157,23 @@ class Worker:
             if step is not None or not failed:
                 return step
 
-    def preplan(self, step: Step | None) -> Step | None:
-        """Reserve, plan and advance. Rows that ran short are held back, and the step is built without them later."""
-        if step is None:
-            return None
-        if step.failed:
+    def preplan(self, step: Step | None, cur: Step | None) -> Step | None:
+        """Reserve, plan and advance. Rows that ran short are held back, and what is left is composed and admitted
+        again, as often as it takes: each time there are fewer rows."""
+        while step is not None:
+            if step.failed:
+                self._undo(step)
+                return None
+            outcome = self._parts.engine.admit(step)
+            if outcome.ok:
+                break
             self._undo(step)
-            return None
-        outcome = self._parts.engine.admit(step)
-        if not outcome.ok:
-            self._undo(step)
-            if not self._parts.teardown.hold_back(outcome.refused):
+            self._parts.teardown.hold_back(outcome.refused)
+            if cur is None and self._parts.teardown.all_held:
                 why = f"{outcome.resource} has no room left for the request, and no other request will leave any"
                 self._fail_rows(dict.fromkeys(outcome.refused, why))
+            step = self.compose(cur)
+        if step is None:
             return None
         self._parts.engine.plan(step)
         if step.failed:
@@ -249,7 +255,7 @@ class Worker:
         parts.outbox.count(routed)
         parts.walks.follow(routed)
         parts.outbox.flush(cur, routed)
-        parts.teardown.release(handles)
+        parts.teardown.step_ended(handles)
 
     def abandon(self, nxt: Step) -> None:
         """Undo an armed step exactly once: rows and stream chunks go back to the front of their queues."""
@@ -259,7 +265,7 @@ class Worker:
 
     def _undo(self, step: Step) -> None:
         self._parts.scheduler.put_back(step)
-        self._parts.teardown.release(step.handles)
+        self._parts.teardown.step_ended(step.handles)
 
     def _end_loops(self, cur: Step, gone: set[int]) -> bool:
         """Tell the graph which loops end with this step, if any do."""

@@ -34,8 +34,8 @@ class TracedWorker(Worker):
         self.seen: list[Seen] = []
         self.marks: list[str] = []
 
-    def preplan(self, step):
-        planned = super().preplan(step)
+    def preplan(self, step, cur):
+        planned = super().preplan(step, cur)
         if planned is not None:
             self.seen.append(Seen(planned, time.monotonic_ns()))
         return planned
@@ -88,12 +88,8 @@ def test_steady_decode_is_planned_and_routed_behind_the_device(tiny):
     decode = steps[3:-1]
     assert len(decode) > 40
     assert {seen.step.num_rows for seen in decode} == {8}
-    planned_ahead = sum(
-        after.planned_ns < before.step.event.ended_ns for before, after in itertools.pairwise(decode)
-    )
-    routed_behind = sum(
-        before.routed_ns < after.step.event.ended_ns for before, after in itertools.pairwise(decode)
-    )
+    planned_ahead = sum(after.planned_ns < before.step.event.ended_ns for before, after in itertools.pairwise(decode))
+    routed_behind = sum(before.routed_ns < after.step.event.ended_ns for before, after in itertools.pairwise(decode))
     assert planned_ahead >= 0.95 * (len(decode) - 1), "preplan(N+1) before the device ends N"
     assert routed_behind >= 0.95 * (len(decode) - 1), "route(N) before the device ends N+1"
     counters = run.instance.parts[0].counters

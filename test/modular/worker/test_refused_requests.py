@@ -2,13 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 from support.instance import Instance, Tuning
 
 from mstar.communication.messages import Remove, StartWalk
+from mstar.communication.tensor_store import TensorStore
 from mstar.graph.protocol import NO_TENSOR, Cols
 from mstar.model.base import WalkPlan
 from mstar.worker.parking import Parking
 from mstar.worker.requests import Request, RequestTable
+from mstar.worker.rid_table import RidTable
 
 
 @pytest.fixture(params=["at once", "after a wait"])
@@ -100,14 +103,19 @@ class RefusingGraph:
 
 
 def test_an_absent_value_that_was_parked_is_no_tensor_to_free():
-    parking = Parking(RefusingGraph())  # pyright: ignore[reportArgumentType]
-    parking.edges(Cols([3, 3], [0, 1], [NO_TENSOR, 7], [1, 1]))
-    assert parking.forget(3) == [7]
-    assert parking.forget(3) == []
+    rids, store = RidTable(4), TensorStore()
+    parking = Parking(RefusingGraph(), rids, store)  # pyright: ignore[reportArgumentType]
+    handle, one = rids.intern("r"), store.put(torch.zeros(1))
+    parking.edges(Cols([handle, handle], [0, 1], [NO_TENSOR, one], [1, 1]))
+    assert (len(parking), store.num_live) == (1, 1)
+    rids.release(handle)
+    assert (len(parking), store.num_live) == (0, 0)
 
 
 def test_each_value_of_an_emitted_list_counts():
-    table = RequestTable(4)
-    table.put(Request("r", 2, open=None, prompt_ids=None))  # pyright: ignore[reportArgumentType]
-    table.count_emits("codes", np.array([2, 2, 2]))
-    assert table.emits(2) == {"codes": 3}
+    rids = RidTable(4)
+    table = RequestTable(4, rids)
+    handle = rids.intern("r")
+    table.put(Request("r", handle, open=None, prompt_ids=None))  # pyright: ignore[reportArgumentType]
+    table.count_emits("codes", np.array([handle, handle, handle]))
+    assert table.emits(handle) == {"codes": 3}
