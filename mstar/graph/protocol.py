@@ -33,10 +33,7 @@ class Gate(enum.IntFlag):
     FAILED = 1
     HELD = 2
     REMOVING = 4
-    DRAINING = 8
-    WAIT_ENGINE = 16
-    CHUNKING = 32
-    STREAM_FULL = 64
+    STREAM_FULL = 8
 
 
 class SlotRef(NamedTuple):

@@ -39,7 +39,7 @@ class StartError(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Slot:
+class _Post:
     """One child's place: the process that fills it, or when the next is due."""
 
     rank: int
@@ -83,8 +83,8 @@ class Supervisor:
         self._bus: ZmqBus[ToSupervisor] = ZmqBus(self._address, decode_to_supervisor)
         self._signalled = Wakeup()
         self._num_signals = 0
-        self._front = _Slot(FRONT_RANK)
-        self._workers = [_Slot(rank) for rank in range(deployment.config.num_workers)]
+        self._front = _Post(FRONT_RANK)
+        self._workers = [_Post(rank) for rank in range(deployment.config.num_workers)]
 
     def start(self) -> None:
         """Start everything; returns when the server answers.
@@ -94,14 +94,14 @@ class Supervisor:
         """
         self._catch_signals()
         try:
-            for slot in self._slots():
-                self._spawn(slot)
-            while any(slot.ready is None for slot in self._slots()):
+            for post in self._posts():
+                self._spawn(post)
+            while any(post.ready is None for post in self._posts()):
                 self._wait(None)
                 self._receive()
-                for slot in self._slots():
-                    if slot.child is not None and slot.child.exit_code() is not None:
-                        raise StartError(f"the {slot.child.name} process {slot.child.how_it_ended()} during start-up")
+                for post in self._posts():
+                    if post.child is not None and post.child.exit_code() is not None:
+                        raise StartError(f"the {post.child.name} process {post.child.how_it_ended()} during start-up")
                 if self._num_signals:
                     raise KeyboardInterrupt
         except BaseException:
@@ -118,69 +118,69 @@ class Supervisor:
                 if self._front.child is not None and self._front.child.exit_code() is not None:
                     log.error("the front process %s; the server ends", self._front.child.how_it_ended())
                     return 1
-                for slot in self._workers:
-                    self._look_after(slot)
+                for post in self._workers:
+                    self._look_after(post)
             return self._drain()
         finally:
             self._kill_all()
             self._close()
 
-    def _slots(self) -> list[_Slot]:
+    def _posts(self) -> list[_Post]:
         return [self._front, *self._workers]
 
-    def _spawn(self, slot: _Slot) -> None:
-        slot.incarnation += 1
-        slot.due_at = None
-        slot.ready = None
-        is_front = slot is self._front
+    def _spawn(self, post: _Post) -> None:
+        post.incarnation += 1
+        post.due_at = None
+        post.ready = None
+        is_front = post is self._front
         spec = ChildSpec(
             role="front" if is_front else "worker",
             instance=self._instance.instance,
-            rank=slot.rank,
-            incarnation=slot.incarnation,
-            address=self._address_of(slot),
+            rank=post.rank,
+            incarnation=post.incarnation,
+            address=self._address_of(post),
             supervisor_address=self._address,
             parent_pid=os.getpid(),
             facts=self._deployment.facts,
             peers=tuple(
                 PeerAddress(other.rank, other.incarnation, self._address_of(other))
-                for other in self._slots()
-                if other is not slot and other.child is not None
+                for other in self._posts()
+                if other is not post and other.child is not None
             ),
             listen_fd=self._listener.fileno() if is_front else None,
             log_level=envs.LOG_LEVEL.get(),
         )
-        slot.child = start_child(spec)
-        self._bus.connect(peer_name(slot.rank), spec.address)
-        self._tell_others(slot, PeerUp(slot.rank, slot.incarnation, spec.address))
+        post.child = start_child(spec)
+        self._bus.connect(peer_name(post.rank), spec.address)
+        self._tell_others(post, PeerUp(post.rank, post.incarnation, spec.address))
 
-    def _address_of(self, slot: _Slot) -> str:
-        return self._instance.address(peer_name(slot.rank), slot.incarnation)
+    def _address_of(self, post: _Post) -> str:
+        return self._instance.address(peer_name(post.rank), post.incarnation)
 
-    def _tell_others(self, slot: _Slot, message: PeerUp | PeerLost) -> None:
-        for other in self._slots():
-            if other is not slot and other.child is not None:
+    def _tell_others(self, post: _Post, message: PeerUp | PeerLost) -> None:
+        for other in self._posts():
+            if other is not post and other.child is not None:
                 self._bus.send(peer_name(other.rank), (message,))
 
-    def _look_after(self, slot: _Slot) -> None:
-        if slot.child is not None and slot.child.exit_code() is not None:
-            delay_s = slot.plan_restart(time.monotonic())
-            self._lost(slot, slot.child, f"it is started again in {delay_s:.1f} s")
-        if slot.due_at is not None and time.monotonic() >= slot.due_at:
-            self._spawn(slot)
+    def _look_after(self, post: _Post) -> None:
+        if post.child is not None and post.child.exit_code() is not None:
+            delay_s = post.plan_restart(time.monotonic())
+            self._lost(post, post.child, f"it is started again in {delay_s:.1f} s")
+        if post.due_at is not None and time.monotonic() >= post.due_at:
+            self._spawn(post)
 
-    def _lost(self, slot: _Slot, child: Child, outlook: str) -> None:
+    def _lost(self, post: _Post, child: Child, outlook: str) -> None:
         """Tell everybody that depends on the process, and clear up behind it."""
         detail = f"{child.name} {child.how_it_ended()}"
-        slot.child = None
+        post.child = None
         log.error("%s; %s", detail, outlook)
-        self._bus.disconnect(peer_name(slot.rank))
-        self._tell_others(slot, PeerLost(slot.rank, slot.incarnation, detail))
-        arena.reclaim(self._instance.instance, slot.rank, slot.incarnation)
+        self._bus.disconnect(peer_name(post.rank))
+        self._tell_others(post, PeerLost(post.rank, post.incarnation, detail))
+        arena.reclaim(self._instance.instance, post.rank, post.incarnation)
         child.close()
 
     def _next_due(self) -> float | None:
-        due = [slot.due_at for slot in self._workers if slot.due_at is not None]
+        due = [post.due_at for post in self._workers if post.due_at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _receive(self) -> None:
@@ -190,10 +190,10 @@ class Supervisor:
             elif isinstance(message, MemoryPlan):
                 self._watchers.plan(message)
             elif isinstance(message, Ready):
-                slot = self._front if message.rank == FRONT_RANK else self._workers[message.rank]
-                if message.incarnation == slot.incarnation:
-                    slot.ready = message
-                    slot.ready_at = time.monotonic()
+                post = self._front if message.rank == FRONT_RANK else self._workers[message.rank]
+                if message.incarnation == post.incarnation:
+                    post.ready = message
+                    post.ready_at = time.monotonic()
 
     def _drain(self) -> int:
         """First signal: the front refuses new requests and ends when the running ones have; then the workers end. A
@@ -205,35 +205,35 @@ class Supervisor:
         if self._front.child is not None and (code := self._front.child.exit_code()):
             log.error("the front process ended with %d while it drained", code)
             return 1
-        for slot in self._workers:
-            self._bus.send(peer_name(slot.rank), (Shutdown(),))
+        for post in self._workers:
+            self._bus.send(peer_name(post.rank), (Shutdown(),))
         return 0 if self._await_exit(self._workers, EXIT_GRACE_S) else 1
 
     def _drain_s(self) -> float:
         return self._deployment.config.server.drain_timeout_s
 
-    def _await_exit(self, slots: list[_Slot], timeout_s: float) -> bool:
+    def _await_exit(self, posts: list[_Post], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while alive := [slot for slot in slots if slot.child is not None and slot.child.exit_code() is None]:
+        while alive := [post for post in posts if post.child is not None and post.child.exit_code() is None]:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or self._num_signals > 1:
-                log.error("%s did not end in time and is killed", ", ".join(peer_name(slot.rank) for slot in alive))
+                log.error("%s did not end in time and is killed", ", ".join(peer_name(post.rank) for post in alive))
                 return False
             self._wait(left_s)
             self._receive()
-            if self._front in slots:
+            if self._front in posts:
                 self._report_losses()
         return True
 
     def _report_losses(self) -> None:
         """While the front drains: what runs on a worker that has ended fails at once, and nothing new needs another."""
-        for slot in self._workers:
-            if slot.child is not None and slot.child.exit_code() is not None:
-                self._lost(slot, slot.child, "the server ends, so it is not started again")
+        for post in self._workers:
+            if post.child is not None and post.child.exit_code() is not None:
+                self._lost(post, post.child, "the server ends, so it is not started again")
 
     def _wait(self, timeout_s: float | None) -> None:
         children = [
-            slot.child.pidfd for slot in self._slots() if slot.child is not None and slot.child.exit_code() is None
+            post.child.pidfd for post in self._posts() if post.child is not None and post.child.exit_code() is None
         ]
         self._bus.wait(timeout_s, (self._signalled.fileno(), *children))
         self._signalled.clear()
@@ -247,13 +247,13 @@ class Supervisor:
         self._signalled.set()
 
     def _kill_all(self) -> None:
-        for slot in self._slots():
-            if slot.child is not None:
-                slot.child.kill()
-                slot.child.close()
-                slot.child = None
-        for slot in self._workers:
-            arena.reclaim(self._instance.instance, slot.rank, max(slot.incarnation, 0))
+        for post in self._posts():
+            if post.child is not None:
+                post.child.kill()
+                post.child.close()
+                post.child = None
+        for post in self._workers:
+            arena.reclaim(self._instance.instance, post.rank, max(post.incarnation, 0))
 
     def _close(self) -> None:
         self._bus.close()

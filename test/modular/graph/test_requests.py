@@ -144,19 +144,19 @@ def test_unknown_keys_and_handles_are_errors() -> None:
 def test_gates_add_up_and_rows_return_to_their_place() -> None:
     bench = GraphBench(compile_one({"w": Loop(node("a"), 9, name="l")}))
     bench.add(1, 2, 3, walk="w")
-    bench.graph.gate([1], Gate.HELD | Gate.CHUNKING, True)
+    bench.graph.gate([1], Gate.HELD | Gate.REMOVING, True)
     bench.graph.gate([1], Gate.HELD, False)
     assert bench.ready() == [("a", [2, 3])]
-    bench.graph.gate([1], Gate.WAIT_ENGINE, True, partition="main")
-    bench.graph.gate([1], Gate.CHUNKING, False)
+    bench.graph.gate([1], Gate.STREAM_FULL, True, partition="main")
+    bench.graph.gate([1], Gate.REMOVING, False)
     assert bench.ready() == [("a", [2, 3])]
-    bench.graph.gate([1], Gate.WAIT_ENGINE, False, partition="main")
+    bench.graph.gate([1], Gate.STREAM_FULL, False, partition="main")
     assert bench.ready() == [("a", [1, 2, 3])]
     bench.take("a", "w", 1)
-    bench.graph.gate([1], Gate.DRAINING, True)  # while it runs
+    bench.graph.gate([1], Gate.HELD, True)  # while it runs
     bench.complete("a", "w", [1])
     assert bench.ready() == [("a", [2, 3])]
-    bench.graph.gate([1], Gate.DRAINING, False)
+    bench.graph.gate([1], Gate.HELD, False)
     assert bench.ready() == [("a", [2, 3, 1])]
 
 

@@ -11,25 +11,25 @@ from support.server import running
 from support.slow_llama import CARD_NAME, write_slow_llama
 
 from mstar.communication.messages import Ready
-from mstar.launch.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Slot
+from mstar.launch.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Post
 
 READY = Ready(rank=0, incarnation=0, max_total_tokens=0)
 
 
 def test_a_worker_that_never_serves_is_started_less_and_less_often_however_long_it_loads():
-    slot = _Slot(0)
+    post = _Post(0)
     load_s = 2 * STABLE_S
-    assert [slot.plan_restart(load_s * i) for i in range(1, 5)] == pytest.approx([0.2, 0.4, 0.8, 1.6])
+    assert [post.plan_restart(load_s * i) for i in range(1, 5)] == pytest.approx([0.2, 0.4, 0.8, 1.6])
     for _ in range(2000):
-        assert slot.plan_restart(0.0) <= LONGEST_BACKOFF_S
-    assert slot.due_at == LONGEST_BACKOFF_S
+        assert post.plan_restart(0.0) <= LONGEST_BACKOFF_S
+    assert post.due_at == LONGEST_BACKOFF_S
 
 
 def test_long_service_is_forgiven_and_short_service_is_not():
-    slot = _Slot(0, num_failures=4, ready=READY, ready_at=1000.0)
-    assert slot.plan_restart(1000.0 + STABLE_S - 1) == pytest.approx(3.2)
-    slot.ready, slot.ready_at = READY, 2000.0
-    assert slot.plan_restart(2000.0 + STABLE_S + 1) == pytest.approx(0.2)
+    post = _Post(0, num_failures=4, ready=READY, ready_at=1000.0)
+    assert post.plan_restart(1000.0 + STABLE_S - 1) == pytest.approx(3.2)
+    post.ready, post.ready_at = READY, 2000.0
+    assert post.plan_restart(2000.0 + STABLE_S + 1) == pytest.approx(0.2)
 
 
 def test_a_worker_lost_while_the_server_drains_fails_its_requests_at_once(tmp_path):
