@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.errors import bad_request
 from mstar.api_server.front_state import front_of
 from mstar.api_server.json_body import read_json
@@ -49,7 +50,9 @@ async def tokenize(request: Request) -> Response:
         prompt = PromptInput(kind="chat", messages=chat_messages(body.messages))
     else:
         prompt = PromptInput(kind="completion", text=body.prompt)
-    tokens = await front.handle.tokenize(prompt) if body.prompt != "" else []
+    tokens: list[int] = []
+    if body.prompt != "":
+        tokens = await unless_client_leaves(request.receive, front.handle.tokenize(prompt))
     answer = {"count": len(tokens), "max_model_len": front.handle.facts.max_seq_len, "tokens": tokens}
     return Response(msgspec.json.encode(answer), media_type="application/json")
 

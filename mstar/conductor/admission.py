@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from mstar.conductor.events import Failure, RefusedError
-from mstar.conductor.request import GenerateRequest
+from mstar.conductor.request import GenerateRequest, PromptInput
 
 MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens; a text beyond this times the context is refused without tokenizing it."""
 
 
-def context_length_failure(max_seq_len: int, num_prompt: str, detail: str) -> Failure:
-    return Failure(
-        400,
-        "context_length_exceeded",
-        f"This model's maximum context length is {max_seq_len} tokens, but the prompt has {num_prompt} tokens{detail}.",
-        param="messages",
-    )
-
-
-def check_text_length(request: GenerateRequest, max_seq_len: int) -> None:
-    """Refuses, before any work, a prompt that cannot fit whatever its tokens are.
+def check_length(request: GenerateRequest, max_seq_len: int) -> None:
+    """Refuses, before any work, what cannot fit whatever its tokens are.
 
     Raises:
         RefusedError: 400 `context_length_exceeded`.
     """
     for prompt in request.prompts:
-        if prompt.token_ids is not None:
-            at_least = len(prompt.token_ids)
-        else:
-            num_chars = len(prompt.text or "") + sum(len(message.content) for message in prompt.messages)
-            at_least = num_chars // MAX_CHARS_PER_TOKEN
-        if at_least >= max_seq_len:
-            raise RefusedError(_named(context_length_failure(max_seq_len, f"at least {at_least}", ""), request))
+        check_prompt_length(prompt, max_seq_len)
+    wanted = _wanted(request)
+    if wanted >= max_seq_len:
+        raise RefusedError(_too_long(max_seq_len, "at least 1 token", request.max_tokens_name, wanted))
+
+
+def check_prompt_length(prompt: PromptInput, max_seq_len: int) -> None:
+    """As `check_length`, for one prompt."""
+    if prompt.token_ids is not None:
+        at_least = len(prompt.token_ids)
+    else:
+        num_chars = len(prompt.text or "") + sum(len(message.content) for message in prompt.messages)
+        at_least = num_chars // MAX_CHARS_PER_TOKEN
+    if at_least >= max_seq_len:
+        raise RefusedError(_too_long(max_seq_len, f"at least {at_least} tokens", _prompt_field(prompt)))
 
 
 def grant_tokens(request: GenerateRequest, num_prompt: int, max_seq_len: int, max_total: int | None) -> int:
@@ -40,13 +39,12 @@ def grant_tokens(request: GenerateRequest, num_prompt: int, max_seq_len: int, ma
     Raises:
         RefusedError: 400, because prompt or prompt and output together do not fit.
     """
-    asked = request.max_tokens
-    wanted = 0 if asked is None or request.clamps_max_tokens else asked
+    asked, wanted = request.max_tokens, _wanted(request)
+    field = _prompt_field(request.prompts[0])
     if num_prompt >= max_seq_len:
-        raise RefusedError(_named(context_length_failure(max_seq_len, str(num_prompt), ""), request))
+        raise RefusedError(_too_long(max_seq_len, f"{num_prompt} tokens", field))
     if num_prompt + wanted > max_seq_len:
-        detail = f" and max_tokens asks for {wanted} more"
-        raise RefusedError(_named(context_length_failure(max_seq_len, str(num_prompt), detail), request))
+        raise RefusedError(_too_long(max_seq_len, f"{num_prompt} tokens", request.max_tokens_name, wanted))
     limit = max_seq_len if max_total is None else min(max_seq_len, max_total)
     if num_prompt >= limit or num_prompt + wanted > limit:
         needs = f"{num_prompt} prompt tokens" + (f" and {wanted} output tokens" if wanted else "")
@@ -55,16 +53,23 @@ def grant_tokens(request: GenerateRequest, num_prompt: int, max_seq_len: int, ma
                 400,
                 "request_too_large",
                 f"This deployment's caches hold at most {limit} tokens of one request, but this one needs {needs}.",
-                param=_prompt_field(request),
+                param=field if num_prompt >= limit else request.max_tokens_name,
             )
         )
     rest = limit - num_prompt
     return rest if asked is None else min(asked, rest)
 
 
-def _prompt_field(request: GenerateRequest) -> str:
-    return "messages" if request.prompts[0].kind == "chat" else "prompt"
+def _wanted(request: GenerateRequest) -> int:
+    """Output tokens that have to fit."""
+    return 0 if request.max_tokens is None or request.clamps_max_tokens else request.max_tokens
 
 
-def _named(failure: Failure, request: GenerateRequest) -> Failure:
-    return failure._replace(param=_prompt_field(request))
+def _prompt_field(prompt: PromptInput) -> str:
+    return "messages" if prompt.kind == "chat" else "prompt"
+
+
+def _too_long(max_seq_len: int, prompt_has: str, field: str, num_wanted: int = 0) -> Failure:
+    wants = f" and {field} asks for {num_wanted} more" if num_wanted else ""
+    message = f"This model's maximum context length is {max_seq_len} tokens, but the prompt has {prompt_has}{wants}."
+    return Failure(400, "context_length_exceeded", message, field)

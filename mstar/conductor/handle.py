@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from mstar.communication.host_tensors import from_numpy
 from mstar.communication.messages import OpenRequest
-from mstar.conductor.admission import check_text_length, grant_tokens
+from mstar.conductor.admission import check_length, check_prompt_length, grant_tokens
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.events import Failure, PreparedEvent, RefusedError, RequestStream
 from mstar.conductor.preprocess import PreprocessPool
@@ -117,7 +117,7 @@ class ConductorHandle:
         """Takes a request on. Its prompts are prepared behind this call; what is wrong with them comes as a `Failure`.
 
         Raises:
-            RefusedError: 429 the queue is full, 503 draining or no worker, 400 a prompt that cannot fit.
+            RefusedError: 429 the queue is full, 503 draining or no worker, 400 a prompt or an output that cannot fit.
         """
         try:
             self._admit(request)
@@ -154,6 +154,7 @@ class ConductorHandle:
         Raises:
             RefusedError: the prompt is at fault.
         """
+        check_prompt_length(prompt, self.facts.max_seq_len)
         prepared = await self._pool.prepare(prompt, b"{}", 1)
         return [] if prepared.token_ids is None else prepared.token_ids.tolist()
 
@@ -191,7 +192,7 @@ class ConductorHandle:
         if waiting and waiting + request.num_results > self._max_queue:
             message = f"{waiting} requests wait already, at most {self._max_queue} may. Try again later."
             raise RefusedError(Failure(429, "queue_full", message, retry_after_s=RETRY_FULL_QUEUE_S))
-        check_text_length(request, self.facts.max_seq_len)
+        check_length(request, self.facts.max_seq_len)
 
     async def _prepare_and_start(self, stream: RequestStream) -> None:
         request = stream.request

@@ -1,6 +1,7 @@
 """The front's side of the preprocess pool: processes that run `Model.process_prompt`, one job each at a time.
 
-Front loop only. A process that dies or overruns fails the one job that it had and is replaced; the others go on.
+Front loop only. A process that dies, overruns or cannot be understood fails the one job that it had and is replaced;
+the others go on. A job is encoded by the request that asks for it, so one that cannot be sent is that request's alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,7 +25,6 @@ from mstar.conductor.preprocess_messages import (
     LENGTH,
     MessageText,
     ModelToLoad,
-    Order,
     PromptDone,
     PromptFailed,
     PromptJob,
@@ -53,22 +54,31 @@ class PreprocessError(RuntimeError):
 
 
 class _Process:
-    """One process and the socket to it."""
+    """One process and the socket to it. `is_in_step`: what it says next answers what it is asked next."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self.process = process
+        self.is_in_step = True
         self._channel = channel
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
-    async def ask(self, order: Order) -> Reply:
-        """Raises `EOFError` or `ConnectionError` when the process is gone."""
+    async def ask(self, frame: bytes) -> Reply:
+        """The reply to an order, given as `framed` makes it.
+
+        Raises:
+            EOFError, ConnectionError: the process is gone.
+            msgspec.DecodeError: what it says is no reply.
+        """
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(sock=self._channel)
-        self._writer.write(framed(order))
+        self.is_in_step = False
+        self._writer.write(frame)
         await self._writer.drain()
         head = await self._reader.readexactly(LENGTH.size)
-        return decode_reply(await self._reader.readexactly(LENGTH.unpack(head)[0]))
+        reply = decode_reply(await self._reader.readexactly(LENGTH.unpack(head)[0]))
+        self.is_in_step = True
+        return reply
 
     def end(self) -> None:
         """Kills and reaps it."""
@@ -87,16 +97,18 @@ class PreprocessPool:
         self, card: ModelCard, setup: ModelSetup, num_processes: int, *, job_timeout_s: float = JOB_TIMEOUT_S
     ) -> None:
         self.num_replaced = 0
-        self._order = ModelToLoad(
-            model=card.model,
-            config=msgspec.json.encode(setup.config),
-            tokenizer_dir=None if setup.tokenizer_dir is None else str(setup.tokenizer_dir),
-            max_seq_len=setup.max_seq_len,
+        self._order = framed(
+            ModelToLoad(
+                model=card.model,
+                config=msgspec.json.encode(setup.config),
+                tokenizer_dir=None if setup.tokenizer_dir is None else str(setup.tokenizer_dir),
+                max_seq_len=setup.max_seq_len,
+            )
         )
         self._num_processes = num_processes
         self._job_timeout_s = job_timeout_s
-        self._jobs: asyncio.Queue[tuple[PromptJob, asyncio.Future[Reply]]] = asyncio.Queue()
-        self._servers: list[asyncio.Task[None]] = []
+        self._jobs: asyncio.Queue[tuple[bytes, asyncio.Future[Reply]]] = asyncio.Queue()
+        self._servers: dict[int, asyncio.Task[None]] = {}
         self._processes: list[_Process] = []
 
     async def start(self) -> None:
@@ -111,7 +123,8 @@ class PreprocessPool:
         except PreprocessError:
             self.close()
             raise
-        self._servers = [asyncio.create_task(self._serve(i)) for i in range(self._num_processes)]
+        for index in range(self._num_processes):
+            self._start_server(index)
 
     async def prepare(self, prompt: PromptInput, parameters: bytes, max_tokens: int) -> PreparedPrompt:
         """What the model makes of a prompt.
@@ -130,7 +143,7 @@ class PreprocessPool:
             continue_final_message=prompt.continue_final_message,
         )
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait((job, answer))
+        self._jobs.put_nowait((framed(job), answer))
         match await answer:
             case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata):
                 arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
@@ -144,11 +157,12 @@ class PreprocessPool:
                 raise RefusedError(Failure(500, "preprocess_failed", f"unexpected {type(other).__name__}"))
 
     def close(self) -> None:
-        for server in self._servers:
+        servers = list(self._servers.values())
+        self._servers.clear()
+        for server in servers:
             server.cancel()
         for process in self._processes:
             process.end()
-        self._servers.clear()
         self._processes.clear()
 
     async def _greet(self, process: _Process) -> None:
@@ -160,36 +174,53 @@ class PreprocessPool:
         if not isinstance(reply, Started):
             raise PreprocessError(f"a preprocess process started with {type(reply).__name__}")
 
+    def _start_server(self, index: int) -> None:
+        server = asyncio.create_task(self._serve(index))
+        self._servers[index] = server
+        server.add_done_callback(partial(self._server_ended, index))
+
+    def _server_ended(self, index: int, server: asyncio.Task[None]) -> None:
+        """Jobs are served until the pool is closed, whatever ended the task that did."""
+        if self._servers.get(index) is server:
+            reason = None if server.cancelled() else server.exception()
+            logger.error("the server of preprocess process %d has ended (%r); another one starts", index, reason)
+            self._start_server(index)
+
     async def _serve(self, index: int) -> None:
         while True:
-            job, answer = await self._jobs.get()
+            if not self._processes[index].is_in_step:
+                await self._replace(index)
+            frame, answer = await self._jobs.get()
             if answer.done():  # its client left while it waited
                 continue
-            reply, is_alive = await self._run(self._processes[index], job)
-            if not answer.done():
-                answer.set_result(reply)
-            if not is_alive:
-                await self._replace(index)
+            reply: Reply = PromptFailed("the job was given up")
+            try:
+                reply = await self._run(self._processes[index], frame)
+            except Exception as error:
+                logger.exception("a job of a preprocess process failed")
+                reply = PromptFailed(f"{type(error).__name__}: {error}")
+            finally:
+                if not answer.done():
+                    answer.set_result(reply)
 
-    async def _run(self, process: _Process, job: PromptJob) -> tuple[Reply, bool]:
-        """The reply, and whether the process can take another job."""
+    async def _run(self, process: _Process, frame: bytes) -> Reply:
         try:
             async with asyncio.timeout(self._job_timeout_s):
-                return await process.ask(job), True
+                return await process.ask(frame)
         except TimeoutError:
-            return PromptRefused(f"preparing the prompt took longer than {self._job_timeout_s:g} s"), False
+            return PromptRefused(f"preparing the prompt took longer than {self._job_timeout_s:g} s")
         except (EOFError, ConnectionError):
-            return PromptFailed("its preprocess process ended"), False
+            return PromptFailed("its preprocess process ended")
 
     async def _replace(self, index: int) -> None:
         """A replacement that does not start is tried again with the next job."""
         logger.error("replacing preprocess process %d", self._processes[index].process.pid)
         self.num_replaced += 1
         self._processes[index].end()
-        self._processes[index] = _spawn()
         try:
+            self._processes[index] = _spawn()
             await self._greet(self._processes[index])
-        except PreprocessError as error:
+        except (PreprocessError, OSError) as error:
             logger.error("%s", error)
 
 

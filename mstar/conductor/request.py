@@ -33,7 +33,8 @@ class GenerateRequest:
 
     `sampling` is the same for all choices, except that the conductor sets `seed` (from `seed` and i) and `max_tokens`.
     `max_tokens=None` grants the rest of the context. `clamps_max_tokens`: the client did not ask for `max_tokens`, so
-    it may be cut to the rest of the context instead of refusing the request. `request_id` is the client's name for the
+    it may be cut to the rest of the context instead of refusing the request; else `max_tokens_name` is the field that
+    the client used. `request_id` is the client's name for the
     request, for logs; it need not be unique.
     """
 
@@ -44,6 +45,7 @@ class GenerateRequest:
     seed: int | None = None
     max_tokens: int | None = None
     clamps_max_tokens: bool = False
+    max_tokens_name: str = "max_tokens"
     parameters: BaseModel = field(default_factory=NoParameters)
     priority: int = 0
 

@@ -136,6 +136,7 @@ def _text_request(
             seed=body.seed,
             max_tokens=max_tokens,
             clamps_max_tokens=clamps,
+            max_tokens_name=max_tokens_field,
             parameters=model_parameters(body.parameters, facts),
         ),
         model=body.model,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mstar.api_server.openai.fields import MAX_LOGPROBS, GenerationFields, Ignored, Schema, Unsupported
+from mstar.api_server.openai.fields import MAX_INT, MAX_LOGPROBS, GenerationFields, Ignored, Schema, Unsupported
 
 
 class TextPart(Schema):
@@ -40,7 +40,7 @@ class ChatRequest(GenerationFields):
     """Body of a chat completion."""
 
     messages: Annotated[list[ChatMessageFields], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: TextFormat | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mstar.api_server.openai.fields import MAX_LOGPROBS, GenerationFields, Unsupported
+from mstar.api_server.openai.fields import MAX_CHOICES, MAX_LOGPROBS, GenerationFields, Unsupported
 
 MAX_PROMPTS = 256
 TokenIds = Annotated[list[int], Field(min_length=1)]
@@ -21,7 +21,7 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    best_of: Annotated[int, Field(ge=1, description="Only equal to n.")] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Only equal to n.")] | None = None
     echo: Literal[False] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Unsupported = None

@@ -45,7 +45,7 @@ class GenerationFields(Schema):
         dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None,
         Field(description="Token id (as a string) → value added to its logit."),
     ] = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -62,7 +62,7 @@ class GenerationFields(Schema):
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="0 or -1: no limit.")] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Finite, Field(gt=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     parameters: Annotated[

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from mstar.api_server.client_watch import client_left
 from mstar.api_server.connection import BODY_WRITER, BodyWriter
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import TokenNote
@@ -199,8 +200,7 @@ class TextRun:
         return piece, "stop" if choice.is_stopped else event.reason
 
     async def _abort_when_left(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await client_left(receive)
         self._handle.abort(self.stream)
 
 

@@ -1,5 +1,6 @@
 """Clients that leave, workers that die, full queues and the end of the server: nothing is left behind."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -67,6 +68,27 @@ def test_a_client_that_leaves_before_the_first_token(slow: RunningFront):
     connection.close()
     slow.wait_until(lambda: slow.worker.num_open == 0)
     assert slow.parts.handle.num_waiting == 0
+
+
+def test_a_client_that_leaves_does_not_wait_for_its_tokens(front: RunningFront, monkeypatch: pytest.MonkeyPatch):
+    states: list[str] = []
+
+    async def endless_work(*_: object) -> None:
+        states.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            states.append("ended")
+
+    monkeypatch.setattr(front.parts.pool, "prepare", endless_work)
+    host, port = front.base_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 15\r\n\r\n"
+            b'{"prompt": "x"}'
+        )
+        front.wait_until(lambda: states == ["begun"])
+    front.wait_until(lambda: states == ["begun", "ended"])
 
 
 def test_many_clients_leave_at_any_moment(slow: RunningFront):

@@ -52,6 +52,8 @@ def test_tokens_there_and_back(front: RunningFront):
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert front.tokenizer.decode(chat, skip_special_tokens=False) == rendered
     assert front.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    too_long = front.http.post("/tokenize", json={"prompt": "x" * (MAX_SEQ_LEN * 256)})
+    assert too_long.status_code == 400 and too_long.json()["error"]["code"] == "context_length_exceeded"
     for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, {"prompt": 5}):
         assert front.http.post("/tokenize", json=body).status_code == 400
     for tokens in ([-1], [2**32], ["x"], 5):

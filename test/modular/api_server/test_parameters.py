@@ -39,16 +39,16 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("temperature", [-0.1, 2.1, "1", True, [], 10**400]),
     ("top_p", [-0.1, 1.1, "x"]),
     ("min_p", [-0.1, 1.1]),
-    ("top_k", [-2, 1.5, "3", 2**40]),
+    ("top_k", [-2, 1.5, "3", 2**40, 2**64]),
     ("repetition_penalty", [0, -1, "1"]),
     ("presence_penalty", [-2.1, 2.1]),
     ("frequency_penalty", [-2.1, 2.1]),
-    ("max_tokens", [0, -1, 1.5, "5"]),
-    ("min_tokens", [-1, 1.5, MAX_SEQ_LEN + 1]),
-    ("n", [0, -1, 129, 1.5, "2"]),
-    ("seed", [1.5, "7", 2**63, -(2**63) - 1]),
+    ("max_tokens", [0, -1, 1.5, "5", 2**31, 2**64, 10**400]),
+    ("min_tokens", [-1, 1.5, MAX_SEQ_LEN + 1, 2**64]),
+    ("n", [0, -1, 129, 1.5, "2", 2**64]),
+    ("seed", [1.5, "7", 2**63, -(2**63) - 1, 2**64]),
     ("stop", ["", [""], ["ok", ""], [1], 5, {}, ["x"] * 17, "x" * 257]),
-    ("stop_token_ids", [[-1], [400], [400, -1], ["5"], 5, [0] * 129]),
+    ("stop_token_ids", [[-1], [400], [400, -1], ["5"], 5, [0] * 129, [2**64]]),
     ("ignore_eos", ["yes", 1]),
     ("stream", ["true", 1]),
     ("logit_bias", [{"400": 1}, {"-1": 1}, {"x": 1}, {"1.5": 1}, {"٣": 1}, {" 1": 1}, {"9" * 40: 1}]),
@@ -148,8 +148,13 @@ def test_context_length(front: RunningFront):
     assert opened(front, TEXT, prompt=[5] * (limit - 5)).sampling.max_tokens == 5, "the default is cut"
     assert opened(front, TEXT, prompt=[5] * (limit - 5), max_tokens=5).sampling.max_tokens == 5
     error = refused(front, TEXT, prompt=[5] * (limit - 5), max_tokens=6)
-    assert error["code"] == "context_length_exceeded"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert all(str(number) in error["message"] for number in (limit - 5, 6, limit))
+    for field in ("max_tokens", "max_completion_tokens"):
+        for max_tokens in (limit - 1, limit, 2**31 - 1):
+            error = refused(front, **{field: max_tokens})
+            assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+            assert str(max_tokens) in error["message"]
     prompt_len = front.chat(max_tokens=1).json()["usage"]["prompt_tokens"]
     assert opened(front).sampling.max_tokens == limit - prompt_len
 
@@ -292,11 +297,13 @@ def test_max_completion_tokens_is_max_tokens(front: RunningFront):
     assert sampling(front, max_completion_tokens=5).max_tokens == 5
     assert sampling(front, max_completion_tokens=5, max_tokens=5).max_tokens == 5
     assert refused(front, max_completion_tokens=5, max_tokens=6)["param"] == "max_tokens"
-    assert refused(front, max_completion_tokens=0)["param"] == "max_completion_tokens"
+    for wrong in (0, 2**31, 2**64):
+        assert refused(front, max_completion_tokens=wrong)["param"] == "max_completion_tokens"
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, "", [], [""], [[]], ["a", 5], [1, "a"], [[1], "a"], [-1], [400], [[1], [400]], [1.5], [True]]
+    "prompt",
+    [None, 5, "", [], [""], [[]], ["a", 5], [1, "a"], [[1], "a"], [-1], [400], [2**64], [[1], [400]], [1.5], [True]],
 )
 def test_prompts_that_are_refused(front: RunningFront, prompt: Any):
     assert refused(front, TEXT, prompt=prompt)["param"] == "prompt"

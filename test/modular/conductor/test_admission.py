@@ -2,7 +2,7 @@
 
 import pytest
 
-from mstar.conductor.admission import MAX_CHARS_PER_TOKEN, check_text_length, grant_tokens
+from mstar.conductor.admission import MAX_CHARS_PER_TOKEN, check_length, grant_tokens
 from mstar.conductor.events import Failure, RefusedError
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
 from mstar.model.base import ChatMessage
@@ -48,8 +48,9 @@ def test_a_prompt_of_the_limit_or_more_is_refused_with_both_numbers(num_prompt: 
 
 
 def test_prompt_and_asked_output_beyond_the_limit_are_refused_with_all_numbers():
-    failure = refusal(request(11), 90)
-    assert (failure.code, failure.param) == ("context_length_exceeded", "prompt")
+    asked = GenerateRequest("", (PromptInput("chat"),), max_tokens=11, max_tokens_name="max_completion_tokens")
+    failure = refusal(asked, 90)
+    assert (failure.code, failure.param) == ("context_length_exceeded", "max_completion_tokens")
     assert all(str(number) in failure.message for number in (90, 11, LIMIT))
 
 
@@ -68,9 +69,18 @@ def test_a_text_that_cannot_fit_is_refused_without_tokenizing():
         PromptInput("completion", token_ids=(1,) * LIMIT),
     ):
         with pytest.raises(RefusedError, match="at least 100 tokens"):
-            check_text_length(GenerateRequest("", (PromptInput("completion", text="ok"), prompt)), LIMIT)
-    check_text_length(GenerateRequest("", (PromptInput("completion", text="x" * (longest - 1)),)), LIMIT)
-    check_text_length(GenerateRequest("", (PromptInput("completion", token_ids=(1,) * (LIMIT - 1)),)), LIMIT)
+            check_length(GenerateRequest("", (PromptInput("completion", text="ok"), prompt)), LIMIT)
+    check_length(GenerateRequest("", (PromptInput("completion", text="x" * (longest - 1)),)), LIMIT)
+    check_length(GenerateRequest("", (PromptInput("completion", token_ids=(1,) * (LIMIT - 1)),)), LIMIT)
+
+
+@pytest.mark.parametrize("max_tokens", [LIMIT, 2**31, 2**64, 10**400])
+def test_an_output_that_cannot_fit_is_refused_before_any_work(max_tokens: int):
+    with pytest.raises(RefusedError, match="max_tokens asks for") as caught:
+        check_length(request(max_tokens), LIMIT)
+    assert (caught.value.failure.code, caught.value.failure.param) == ("context_length_exceeded", "max_tokens")
+    check_length(request(LIMIT - 1), LIMIT)
+    check_length(request(max_tokens, clamps=True), LIMIT)
 
 
 def test_choice_seeds_are_distinct_reproducible_and_non_negative():

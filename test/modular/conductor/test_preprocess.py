@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 from support.stepwise_model import CARD
 
+from mstar.conductor import preprocess
 from mstar.conductor.events import Failure, RefusedError
 from mstar.conductor.preprocess import PreprocessError, PreprocessPool
+from mstar.conductor.preprocess_messages import Reply
 from mstar.conductor.request import PromptInput
 from mstar.model.base import ChatMessage, ModelCard, ModelSetup
 
@@ -104,6 +107,67 @@ def test_a_job_that_takes_too_long_is_ended_with_its_process():
         assert not is_running(int(first))
 
     in_pool(use, job_timeout_s=0.3)
+
+
+@pytest.mark.parametrize("too_large", [2**64, -(2**63) - 1])
+def test_a_job_that_cannot_be_sent_fails_alone(too_large: int):
+    async def use(pool: PreprocessPool) -> None:
+        with pytest.raises(OverflowError):
+            await pool.prepare(PromptInput("completion", text="a"), b"{}", too_large)
+        with pytest.raises(OverflowError):
+            await pool.prepare(PromptInput("completion", token_ids=(1, too_large)), b"{}", 5)
+        async with asyncio.timeout(20):
+            assert (await ask(pool, "b")).tolist() == [98]
+        assert pool.num_replaced == 0
+
+    in_pool(use)
+
+
+@pytest.mark.parametrize("how", [msgspec.DecodeError("odd"), OSError("odd"), ValueError("odd")])
+def test_a_reply_that_cannot_be_understood_fails_one_request(monkeypatch: pytest.MonkeyPatch, how: Exception):
+    async def use(pool: PreprocessPool) -> None:
+        def broken(_: bytes) -> Reply:
+            raise how
+
+        with monkeypatch.context() as patch:
+            patch.setattr(preprocess, "decode_reply", broken)
+            failure = await failure_of(pool, "a")
+        assert failure.status == 500
+        async with asyncio.timeout(20):
+            assert (await ask(pool, "b")).tolist() == [98]
+        assert pool.num_replaced == 1
+
+    in_pool(use)
+
+
+def test_a_replacement_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    def no_process() -> None:
+        raise OSError("no descriptor left")
+
+    async def use(pool: PreprocessPool) -> None:
+        async with asyncio.timeout(20):
+            with monkeypatch.context() as patch:
+                patch.setattr(preprocess, "_spawn", no_process)
+                assert (await failure_of(pool, "exit")).status == 500
+                assert (await failure_of(pool, "a")).status == 500
+            assert (await failure_of(pool, "a")).status == 500
+            assert (await ask(pool, "b")).tolist() == [98]
+
+    in_pool(use)
+
+
+def test_jobs_are_served_whatever_ends_the_task_that_serves_them():
+    async def use(pool: PreprocessPool) -> None:
+        pool._servers[0].cancel()
+        hanging = asyncio.create_task(failure_of(pool, "hang"))
+        async with asyncio.timeout(20):
+            while pool._jobs.qsize() or pool._processes[0].is_in_step:
+                await asyncio.sleep(0.01)
+            pool._servers[0].cancel()
+            assert (await hanging).status == 500
+            assert (await ask(pool, "b")).tolist() == [98]
+
+    in_pool(use)
 
 
 def test_one_slow_process_does_not_hold_up_the_others():
