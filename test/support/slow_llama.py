@@ -1,5 +1,7 @@
 """A tiny Llama whose forwards take as long as its checkpoint's configuration says, for tests of processes and time.
 
+Only forwards that run as they are written wait, so deployments of it set `capture.enabled: false`.
+
 `forward_delay_s`: added to every forward. `stall_tokens`, `stall_s`: a step with so many tokens takes so long.
 """
 
