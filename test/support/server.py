@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import httpx
 
 READY = re.compile(r"mstar is ready: \S+ at (http://\S+)")
 TEST_ROOT = Path(__file__).parents[1]
+MSTAR = (sys.executable, "-m", "mstar.cli")
 
 
 class Server:
@@ -84,23 +85,40 @@ def _children_of(pid: int) -> list[int]:
         return []
 
 
-def start(arguments: list[str], log: Path, **environment: str) -> subprocess.Popen[bytes]:
-    """`mstar serve ARGUMENTS`, with `test` on the import path for models that live there."""
+def start(
+    arguments: list[str],
+    log: Path,
+    *,
+    command: Sequence[str] = MSTAR,
+    directory: Path | None = None,
+    **environment: str,
+) -> subprocess.Popen[bytes]:
+    """`mstar serve ARGUMENTS`, with `test` on the import path for models that live there. `command`: an `mstar` other
+    than this checkout's; `directory`: where it runs."""
     variables = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(TEST_ROOT), **environment}
     with log.open("wb") as stream:
         return subprocess.Popen(
-            [sys.executable, "-m", "mstar.cli", "serve", *arguments],
+            [*command, "serve", *arguments],
             stdout=subprocess.DEVNULL,
             stderr=stream,
             env=variables,
+            cwd=directory,
             start_new_session=True,
         )
 
 
 @contextmanager
-def running(arguments: list[str], log: Path, timeout_s: float = 120, **environment: str) -> Iterator[Server]:
-    """A server that answers; killed with all that it started when the block ends."""
-    process = start([*arguments, "--port", "0"], log, **environment)
+def running(
+    arguments: list[str],
+    log: Path,
+    timeout_s: float = 120,
+    *,
+    command: Sequence[str] = MSTAR,
+    directory: Path | None = None,
+    **environment: str,
+) -> Iterator[Server]:
+    """A server that answers; killed with all that it started when the block ends. The rest as `start`."""
+    process = start([*arguments, "--port", "0"], log, command=command, directory=directory, **environment)
     try:
         deadline = time.monotonic() + timeout_s
         while not (match := READY.search(log.read_text())):

@@ -6,13 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.repository import ROOT, imported_names, package_files, pyproject, tree
+from support.repository import PACKAGE, ROOT, imported_names, package_files, pyproject, tree
+from support.server import running
 
 import mstar
 
@@ -92,29 +94,62 @@ def test_wheel_holds_the_package_and_the_configurations(wheel: Path):
     configs = [path.name for path in (ROOT / "configs").glob("*.yaml")]
     assert "smollm2.yaml" in configs
     assert [name for name in configs if f"mstar/configs/{name}" not in names] == []
-    sources = {path.relative_to(ROOT).as_posix() for path in package_files()}
-    assert sources - names == set()
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert any(path.suffix == ".cpp" for path in files), "kernels are compiled where they run"
+    assert {path.relative_to(ROOT).as_posix() for path in files} - names == set()
     assert {name.split("/")[0] for name in names} == {"mstar", f"mstar-{mstar.__version__}.dist-info"}
 
 
-def test_installed_wheel_finds_its_configurations(wheel: Path, tmp_path: Path):
-    site = tmp_path / "site"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
-    subprocess.run([*install, str(wheel)], check=True, capture_output=True, timeout=240)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(site)}
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a fresh environment that has the wheel, and finds everything else in this one."""
+    environment = tmp_path_factory.mktemp("environment")
+    programs = environment / "bin"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True, timeout=240)
+    # Only after pip has run: it is to see nothing of this environment. The .pth files in there are not followed, so a
+    # checkout that is installed there stays out of sight.
+    [site] = environment.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    return programs
 
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120
-        )
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    directory = tmp_path / "elsewhere"
+    directory.mkdir()
+    return directory
+
+
+@pytest.mark.network
+def test_installed_wheel_finds_its_configurations(installed: Path, elsewhere: Path):
+    def run(program: str, *arguments: str) -> str:
+        command = [str(installed / program), *arguments]
+        done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    assert run("-c", "import mstar; print(mstar.__file__)").startswith(str(site))
-    assert mstar.__version__ in run("-c", "from mstar.cli import main; main()", "version")
-    run("-c", "from mstar.cli import main; main()", "check", "smollm2")
+    assert run("python", "-c", "import mstar; print(mstar.__file__)").startswith(str(installed.parent))
+    assert run("mstar", "version") == f"{mstar.__version__}\n"
+    assert "llama on 1 worker(s)" in run("mstar", "check", "smollm2")
+
+
+@pytest.mark.network
+def test_installed_wheel_serves(installed: Path, elsewhere: Path):
+    """With the kernels that it ships, where they can be compiled."""
+    kernels = "native" if shutil.which("g++") or shutil.which("c++") else "torch"
+    command = (str(installed / "mstar"),)
+    variables = {"PYTHONPATH": "", "MSTAR_CPU_KERNELS": kernels}
+    with running(["smollm2"], elsewhere / "log", command=command, directory=elsewhere, **variables) as server:
+        for pid in (server.pid, *server.children()):
+            started = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+            assert started.startswith(str(installed)), "every process runs the installed package"
+        body = {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
+        answer = server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"].startswith(" Paris")
+        assert server.stop() == 0
 
 
 def _make(target: str, venv: Path) -> str:
