@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 from mstar.conductor.events import Failure, RefusedError
 
+MAX_SHOWN = 100
+"""Characters of a client's own words that an error repeats."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -48,10 +50,15 @@ def error_response(failure: Failure, headers: dict[str, str] | None = None) -> R
 
 def failure_of_validation(error: ValidationError) -> Failure:
     """The most specific complaint: of the branches of a union, the one that got furthest into the value."""
-    complaint = max(error.errors(include_url=False, include_context=False), key=lambda e: len(field_path(e["loc"])))
+    complaint = max(
+        error.errors(include_url=False, include_context=False, include_input=False),
+        key=lambda e: len(field_path(e["loc"])),
+    )
     param = param_name(complaint["loc"])
     match complaint["type"]:
         case "extra_forbidden":
+            *where, name = complaint["loc"]
+            param = param_name((*where, "_")).removesuffix("_") + str(name)[:MAX_SHOWN]
             return Failure(400, "unknown_parameter", f"Unrecognized request argument supplied: {param}", param)
         case "missing":
             return Failure(400, "missing_required_parameter", f"Missing required parameter: '{param}'.", param)

@@ -11,6 +11,7 @@ from functools import partial
 from fastapi import Request
 from tokenizers import Tokenizer
 
+from mstar.api_server.errors import MAX_SHOWN
 from mstar.api_server.token_text import TokenTexts
 from mstar.conductor.events import Failure, RefusedError, RequestStream
 from mstar.conductor.handle import ConductorHandle
@@ -59,7 +60,7 @@ class FrontState:
         """Raises `RefusedError` (404) for a name that is not served."""
         if name not in self.served_names:
             served = ", ".join(self.served_names)
-            message = f"The model '{name}' does not exist; this server has {served}."
+            message = f"The model '{name[:MAX_SHOWN]}' does not exist; this server has {served}."
             raise RefusedError(Failure(404, "model_not_found", message, "model"))
 
     def text_side(self) -> tuple[Tokenizer, TokenTexts]:

@@ -14,8 +14,8 @@ from mstar.api_server.errors import bad_request
 from mstar.api_server.front_state import front_of
 from mstar.api_server.json_body import read_json
 from mstar.api_server.openai.adapter import chat_messages
-from mstar.api_server.openai.chat_schema import ChatMessageFields
-from mstar.api_server.openai.fields import Schema
+from mstar.api_server.openai.chat_schema import Messages
+from mstar.api_server.openai.fields import FIRST, Schema
 from mstar.api_server.openapi import describe
 from mstar.conductor.request import PromptInput
 
@@ -28,14 +28,14 @@ class TokenizeRequest(Schema):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessageFields], Field(min_length=1)] | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeRequest(Schema):
     """Token ids; special tokens are shown."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FIRST]
 
 
 @router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a prompt"))
@@ -63,6 +63,10 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, DetokenizeRequest)
     if body.model is not None:
         front.check_model(body.model)
+    most = front.handle.facts.max_seq_len
+    if len(body.tokens) > most:
+        message = f"tokens: {len(body.tokens)} ids are more than the context of {most}."
+        raise bad_request(message, "tokens", "context_length_exceeded")
     tokenizer, _ = front.text_side()
     text = tokenizer.decode(body.tokens, skip_special_tokens=False)
     return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")

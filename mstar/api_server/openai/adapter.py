@@ -13,17 +13,17 @@ from pydantic import BaseModel, ValidationError
 
 from mstar.api_server.errors import bad_request, failure_of_validation
 from mstar.api_server.openai.chat_schema import ChatMessageFields, ChatRequest
-from mstar.api_server.openai.completion_schema import CompletionRequest
+from mstar.api_server.openai.completion_schema import MAX_PROMPTS, CompletionRequest
 from mstar.api_server.openai.fields import GenerationFields
 from mstar.api_server.stop_strings import StopAutomaton
 from mstar.communication.messages import SamplingParams
+from mstar.conductor.admission import check_prompt_length
 from mstar.conductor.events import RefusedError
 from mstar.conductor.handle import ModelFacts
 from mstar.conductor.request import GenerateRequest, PromptInput
 from mstar.model.base import ChatMessage
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_RESULTS = 512
 GREEDY_BELOW = 1e-5
 """A lower temperature could only choose between tokens whose logits differ by less than fp32 can tell; it is greedy."""
 CHAT_ROLES = {"developer": "system"}
@@ -58,6 +58,8 @@ def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str) -> TextRequ
     if continues and body.messages[-1].role != "assistant":
         raise bad_request("The last message must be the assistant's to be continued.", "continue_final_message")
     messages = chat_messages(body.messages)
+    if continues and not messages[-1].content.strip():
+        raise bad_request("The last message has no text to continue.", "continue_final_message")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     prompt = PromptInput(kind="chat", messages=messages, continue_final_message=continues)
     return _text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, clamps=False)
@@ -102,8 +104,8 @@ def _text_request(
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is only allowed when stream is true.", "stream_options")
     num_choices = body.n or 1
-    if len(prompts) * num_choices > MAX_RESULTS:
-        raise bad_request(f"{len(prompts)} prompts with n={num_choices} are more than {MAX_RESULTS} choices.", "n")
+    if len(prompts) * num_choices > MAX_PROMPTS:
+        raise bad_request(f"{len(prompts)} prompts with n={num_choices} are more than {MAX_PROMPTS} choices.", "n")
     min_tokens = body.min_tokens or 0
     if min_tokens > (facts.max_seq_len if max_tokens is None else max_tokens):
         raise bad_request(f"min_tokens is larger than {max_tokens_field}.", "min_tokens")
@@ -178,6 +180,7 @@ def _completion_prompts(body: CompletionRequest, facts: ModelFacts) -> tuple[Pro
                 raise bad_request("The prompt is empty.", "prompt")
             inputs.append(PromptInput(kind="completion", text=one))
         else:
+            check_prompt_length(PromptInput(kind="completion", token_ids=one), facts.max_seq_len)  # type: ignore[arg-type]
             ids = tuple(_vocabulary_id(token, facts, "prompt") for token in one)  # type: ignore[union-attr]
             inputs.append(PromptInput(kind="completion", token_ids=ids))
     return tuple(inputs)
@@ -191,6 +194,6 @@ def _vocabulary_id(token: int, facts: ModelFacts, field: str) -> int:
 
 def _bias_id(key: str, facts: ModelFacts) -> int:
     digits = key.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit()) or len(digits) > 20:
-        raise bad_request(f"logit_bias: {key[:40]!r} is not a token id.", "logit_bias")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 20 or str(int(key)) != key:
+        raise bad_request(f"logit_bias: {key[:40]!r} is not a token id in plain digits.", "logit_bias")
     return _vocabulary_id(int(key), facts, "logit_bias")

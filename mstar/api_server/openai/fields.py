@@ -2,13 +2,17 @@
 
 Strict: a string is no number, an unknown field is an error. `None` is the default everywhere, as in OpenAI's schema. A
 field of type `Unsupported` belongs to OpenAI's API but not to this server: only null is accepted.
+
+Validation costs about what parsing the body did, whatever is in it: lists stop at their first wrong element (`FIRST`)
+and are measured before their elements are looked at (`at_most`), maps stop at their first wrong entry, and of fields
+that a schema does not know one is looked at. Otherwise each wrong element would become an error of its own.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -16,6 +20,31 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
+MAX_BIAS = 100
+MAX_PAIRS = 64
+"""Of a map whose values the server does not look at."""
+FIRST = Field(fail_fast=True)
+
+
+def at_most(limit: int, what: str) -> BeforeValidator:
+    """Refuses a longer list or map before any of its elements is validated."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"it has {len(value)} {what}, but at most {limit} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_biases(value: Any) -> Any:
+    """Ends at the first wrong entry."""
+    if isinstance(value, dict):
+        for key, bias in value.items():
+            if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ValueError(f"the value of {key[:20]!r} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
+    return value
+
 
 Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
 Ignored = Annotated[str | None, Field(description="Accepted, without effect.")]
@@ -27,6 +56,16 @@ class Schema(BaseModel):
     """Base of every request schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, value: Any) -> Any:
+        known = cls.model_fields
+        if not isinstance(value, dict) or len(value) <= len(known):
+            return value
+        kept = {name: value[name] for name in known if name in value}
+        unknown = next(name for name in value if name not in known)
+        return {unknown: value[unknown], **kept}
 
 
 class StreamOptions(Schema):
@@ -42,7 +81,8 @@ class GenerationFields(Schema):
     model: str
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[
-        dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None,
+        dict[str, Annotated[Finite, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
+        BeforeValidator(_check_biases),
         Field(description="Token id (as a string) → value added to its logit."),
     ] = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
@@ -50,7 +90,8 @@ class GenerationFields(Schema):
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[
-        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None,
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS), FIRST] | None,
+        at_most(MAX_STOPS, "strings"),
         Field(description=f"Up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters that end the text."),
     ] = None
     stream: bool | None = None
@@ -64,9 +105,13 @@ class GenerationFields(Schema):
     repetition_penalty: Annotated[Finite, Field(gt=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[
+        Annotated[list[int], Field(max_length=MAX_STOP_TOKENS), FIRST] | None, at_most(MAX_STOP_TOKENS, "ids")
+    ] = None
     parameters: Annotated[
-        dict[str, Any] | None, Field(description="The model's own parameters; their schema is in /v1/models.")
+        dict[str, Any] | None,
+        at_most(MAX_PAIRS, "entries"),
+        Field(description="The model's own parameters; their schema is in /v1/models."),
     ] = None
 
     cache_salt: Unsupported = None

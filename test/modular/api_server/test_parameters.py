@@ -52,6 +52,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("ignore_eos", ["yes", 1]),
     ("stream", ["true", 1]),
     ("logit_bias", [{"400": 1}, {"-1": 1}, {"x": 1}, {"1.5": 1}, {"٣": 1}, {" 1": 1}, {"9" * 40: 1}]),
+    ("logit_bias", [{"05": 1, "5": 2}, {"-0": 1}]),
     ("logit_bias", [{"1": 101}, {"1": "x"}, {"1": None}, [1]]),
     ("parameters", [5, []]),
     ("model", [None, 5]),
@@ -105,7 +106,7 @@ def test_limits_of_counts_work(front: RunningFront):
     assert front.chat(stop=["x" * 256] * 16, max_tokens=1).status_code == 200
     assert front.chat(stop=[], max_tokens=1).status_code == 200
     assert refused(front, TEXT, prompt=["a"] * 200, n=3)["param"] == "n"
-    assert refused(front, TEXT, prompt=["a"] * 257)["param"] == "prompt"
+    assert refused(front, TEXT, prompt=["a"] * 513)["param"] == "prompt"
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -234,6 +235,9 @@ def test_an_assistant_message_can_be_continued(front: RunningFront):
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]
     assert prompt_text(front, messages, continue_final_message=True).endswith("<|im_start|>assistant\nIt is")
     assert refused(front, messages=messages[:1], continue_final_message=True)["param"] == "continue_final_message"
+    for empty in ("", "  ", [{"type": "text", "text": ""}]):
+        messages[-1]["content"] = empty
+        assert refused(front, messages=messages, continue_final_message=True)["param"] == "continue_final_message"
 
 
 NOT_YET: list[tuple[str, Any, Any]] = [
