@@ -93,6 +93,13 @@ class FrontBooks:
             self._bus.send(peer_name(0), [Open(rid=rid, open=opening)])
         return result
 
+    def lose(self) -> None:
+        """A worker has gone: every request that has not ended had something there, and fails."""
+        for result in self.results.values():
+            if not result.done:
+                result.failure = "a worker was lost"
+                self._finish(result)
+
     def abort(self, rid: str) -> None:
         """The client has left; what still comes for it is ignored."""
         self.results[rid].aborted = True

@@ -15,14 +15,10 @@ from support.front_books import GREEDY, FrontBooks, Result
 from support.late_executor import LateExecutor
 
 from mstar.communication.address import FRONT_RANK, peer_name
-from mstar.communication.arena import SHM_DIR, Arena, ArenaReader
+from mstar.communication.arena import SHM_DIR, Arena, ArenaReader, reclaim
 from mstar.communication.bus import Bus
 from mstar.communication.loopback import LoopbackNet
-from mstar.communication.messages import (
-    PeerUp,
-    SamplingParams,
-    ToWorker,
-)
+from mstar.communication.messages import PeerLost, PeerUp, SamplingParams, ToWorker
 from mstar.communication.wire import decode_to_front, decode_to_worker
 from mstar.engine.engine import Engine
 from mstar.engine.engine_config import EngineConfig
@@ -79,31 +75,44 @@ class Instance:
         self.steps: list[StepRecord] = []
         self.workers: list[Worker] = []
         self.parts: list[WorkerParts] = []
-        self._net = LoopbackNet()
-        self.front = self._net.bus("front", decode_to_front)
+        self.lost: set[int] = set()
+        """Ranks whose worker has gone and not come back."""
+        self.net = LoopbackNet()
+        self.front = self.net.bus("front", decode_to_front)
         ranks = sorted(set(placement.values()))
         self._books = FrontBooks(model, self.compiled, len(ranks), self.front)
         self.results = self._books.results
         self.name = secrets.token_hex(4)
+        self._tuning = tuning
+        self._build_node = build_node
+        self._incarnations = dict.fromkeys(ranks, 1)
         for rank in ranks:
-            self._add_worker(rank, build_node, tuning, self.name if len(ranks) > 1 else None)
+            worker, parts = self._make_worker(rank)
+            self.workers.append(worker)
+            self.parts.append(parts)
         for rank in ranks:
-            self.front.connect(peer_name(rank), peer_name(rank))
-            for other in (FRONT_RANK, *ranks):
-                if other != rank:
-                    self.front.send(peer_name(rank), [PeerUp(rank=other, incarnation=1, address=peer_name(other))])
+            self.front.connect(peer_name(rank), self._address(rank))
+            self.front.send(peer_name(rank), [self._peer_up(other) for other in (FRONT_RANK, *ranks) if other != rank])
 
-    def _add_worker(self, rank: int, build_node: BuildNode, tuning: Tuning, shared_name: str | None) -> None:
-        bus: Bus[ToWorker] = self._net.bus(peer_name(rank), decode_to_worker)
+    def _address(self, rank: int) -> str:
+        incarnation = self._incarnations.get(rank, 1)
+        return peer_name(rank) if incarnation == 1 else f"{peer_name(rank)}.{incarnation}"
+
+    def _peer_up(self, rank: int) -> PeerUp:
+        return PeerUp(rank, self._incarnations.get(rank, 1), self._address(rank))
+
+    def _make_worker(self, rank: int) -> tuple[Worker, WorkerParts]:
+        tuning, incarnation = self._tuning, self._incarnations[rank]
+        bus: Bus[ToWorker] = self.net.bus(self._address(rank), decode_to_worker)
         settings = WorkerSettings(
             rank=rank,
-            incarnation=1,
+            incarnation=incarnation,
             max_rows=tuning.max_rows,
             max_waiting=tuning.max_waiting,
             max_step_tokens=tuning.max_step_tokens,
             overlap=tuning.overlap,
         )
-        nodes = {node: build_node(node) for node in self.compiled.nodes_on(rank)}
+        nodes = {node: self._build_node(node) for node in self.compiled.nodes_on(rank)}
         specs = [spec for spec in self.model.get_node_resources() if spec.node in nodes]
         config = EngineConfig(
             max_rows=tuning.max_rows,
@@ -119,8 +128,8 @@ class Instance:
             **tuning.engine,
         )
         shared = None
-        if shared_name is not None:
-            shared = Shared(Arena(shared_name, rank, 1), ArenaReader(shared_name))
+        if len(self._incarnations) > 1:
+            shared = Shared(Arena(self.name, rank, incarnation), ArenaReader(self.name))
         executor = LateExecutor() if tuning.late else ThreadedExecutor() if tuning.threaded else InlineExecutor()
         worker, parts = assemble_worker(
             compiled=self.compiled,
@@ -135,8 +144,30 @@ class Instance:
         if tuning.capture_sizes:
             parts.engine.capture()
         self._record_steps(rank, parts.engine)
-        self.workers.append(worker)
-        self.parts.append(parts)
+        return worker, parts
+
+    def lose(self, rank: int) -> None:
+        """The process of `rank` is killed: what it held and was about to say is gone. The others hear of it as from a
+        supervisor."""
+        self.lost.add(rank)
+        self.parts[rank].bus.close()
+        self.parts[rank].engine.close_executor()
+        self.front.disconnect(peer_name(rank))
+        reclaim(self.name, rank, self._incarnations[rank])
+        for other in self._incarnations.keys() - self.lost:
+            self.front.send(peer_name(other), [PeerLost(rank, self._incarnations[rank], "killed")])
+        self._books.lose()
+
+    def restart(self, rank: int) -> None:
+        """The next incarnation of a lost rank."""
+        self._incarnations[rank] += 1
+        self.workers[rank], self.parts[rank] = self._make_worker(rank)
+        self.lost.discard(rank)
+        self.front.connect(peer_name(rank), self._address(rank))
+        for other in self._incarnations.keys() - self.lost - {rank}:
+            self.front.send(peer_name(other), [self._peer_up(rank)])
+            self.front.send(peer_name(rank), [self._peer_up(other)])
+        self.front.send(peer_name(rank), [self._peer_up(FRONT_RANK)])
 
     def _record_steps(self, rank: int, engine: Engine) -> None:
         submit = engine.submit
@@ -159,6 +190,8 @@ class Instance:
         """One turn for each worker (or some), then the front reads. False: nobody had anything to do."""
         busy = False
         for rank in range(len(self.workers)) if ranks is None else ranks:
+            if rank in self.lost:
+                continue
             if self.workers[rank].tick_once():
                 busy = True
             else:
@@ -177,15 +210,16 @@ class Instance:
     @property
     def num_handles(self) -> int:
         """Requests that some worker still knows."""
-        return int(sum(self.gauges(rank)["mstar_handles"] for rank in range(len(self.workers))))
+        return int(sum(self.gauges(rank)["mstar_handles"] for rank in self._incarnations if rank not in self.lost))
 
     def gauges(self, rank: int) -> Mapping[str, float]:
         return self.parts[rank].counters._gauges()
 
     def close(self) -> None:
-        for worker, parts in zip(self.workers, self.parts, strict=True):
-            worker.close()
-            parts.bus.close()
+        for rank, (worker, parts) in enumerate(zip(self.workers, self.parts, strict=True)):
+            if rank not in self.lost:
+                worker.close()
+                parts.bus.close()
         self.front.close()
 
 
