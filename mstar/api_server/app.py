@@ -26,7 +26,13 @@ logger = logging.getLogger(__name__)
 
 def create_app(front: FrontState) -> FastAPI:
     """An ASGI application over a conductor that runs on the same loop."""
-    app = FastAPI(title="M*", version=__version__, description="OpenAI-compatible inference server.", redoc_url=None)
+    app = FastAPI(
+        title="M*",
+        version=__version__,
+        description="OpenAI-compatible inference server.",
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.state.front = front
     for router in (completions.router, models.router, token_routes.router, operations.router):
         app.include_router(router)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import secrets
+from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mstar.api_server.errors import error_body
@@ -20,11 +23,20 @@ BODY_WRITER = "mstar.body_writer"
 KEPT_DESCRIPTORS = 128
 """For everything that is not a client: sockets of this process, files, the preprocess pool."""
 MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 16
+MAX_PIPELINED_BYTES = 1 << 20
+"""What may wait on a connection behind the request that runs while reading goes on: requests, and their bodies."""
 MAX_REFUSED_WAITING = 32
 REFUSED_WAIT_S = 2.0
 TOO_MANY = Failure(503, "too_many_connections", "This server has too many connections. Try again later.")
 HEAD_TOO_LARGE = Failure(431, "head_too_large", f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
-REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
+WRONG_VERSION = Failure(505, "http_version_not_supported", "This server speaks HTTP/1.1 and HTTP/1.0.")
+REASONS = {
+    400: b"Bad Request",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+    505: b"HTTP Version Not Supported",
+}
 
 
 def raise_descriptor_limit() -> int:
@@ -47,6 +59,7 @@ def raw_response(failure: Failure) -> bytes:
         b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\n" % (failure.status, REASONS[failure.status])
         + b"content-length: %d\r\n" % len(body)
         + retry
+        + b"x-request-id: req-%s\r\n" % secrets.token_hex(12).encode()
         + b"connection: close\r\n\r\n"
         + body
     )
@@ -73,9 +86,35 @@ class BodyWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
+class CloseDelimited:
+    """Answers a request of HTTP/1.0, which does not know chunks: a body without a length ends with the connection."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+                if not has_length:
+                    self._cycle.chunked_encoding = False
+            elif not has_length:  # what the server checks bodies against: each is as long as was announced
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_plain)
+
+
 class FrontProtocol(HttpToolsProtocol):
     """`max_connections` holds for the process. A refused connection is answered when its request begins, so that the
-    answer is not lost behind data that nobody reads; a few may wait for that, for a short time."""
+    answer is not lost behind data that nobody reads; a few may wait for that, for a short time.
+
+    Every request of a connection learns that the client has left, the one that runs as well as those that wait behind
+    it, so the connection is read while they do."""
 
     max_connections: ClassVar[int] = 1 << 20
     refused_waiting: ClassVar[int] = 0
@@ -84,6 +123,9 @@ class FrontProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._refusal_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._unfinished_bytes = 0
+        self._is_finished = False
+        self._running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,14 +141,25 @@ class FrontProtocol(HttpToolsProtocol):
         if self._refusal_timer is not None:
             self._answer_and_close(TOO_MANY)
         elif not self.transport.is_closing():
+            self._is_finished = False
             super().data_received(data)
+            self._unfinished_bytes = 0 if self._is_finished else self._unfinished_bytes + len(data)
+            if self._unfinished_bytes > MAX_HEAD_BYTES:
+                self._answer_and_close(HEAD_TOO_LARGE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_refusal()
+        waiting = [cycle for cycle, _ in self.pipeline]
+        self.pipeline.clear()
+        for cycle in (*waiting, *(() if self._running is None else (self._running,))):
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         self._head_bytes = 0
+        self._is_finished = True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -118,21 +171,38 @@ class FrontProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._is_finished = True
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            self._answer_and_close(WRONG_VERSION)
         if not self.transport.is_closing():
             super().on_headers_complete()
+            self._read_on()
             extensions: dict[str, Any] = self.scope.setdefault("extensions", {})  # type: ignore[assignment]
             extensions[BODY_WRITER] = BodyWriter(self.cycle)
 
     def on_body(self, body: bytes) -> None:
+        self._is_finished = True
         if not self.transport.is_closing():
             super().on_body(body)
+            self._read_on()
 
     def on_message_complete(self) -> None:
+        self._is_finished = True
         if not self.transport.is_closing():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._answer_and_close(Failure(400, "invalid_http", msg))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, CloseDelimited(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
+    def _read_on(self) -> None:
+        """The base stops reading for a request that has to wait; nobody would see then that the client leaves."""
+        if self.pipeline and len(self.pipeline) <= MAX_PIPELINED:
+            if sum(len(cycle.body) for cycle, _ in self.pipeline) <= MAX_PIPELINED_BYTES:
+                self.flow.resume_reading()
 
     def _fits(self, num_bytes: int) -> bool:
         self._head_bytes += num_bytes

@@ -20,7 +20,8 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 class Gate:
     """Wraps the application. A request id is taken from `x-request-id` if it is printable ASCII of up to 128
     characters, else made up, and always returned. In the scope's state it leaves `request_id` and `send`, the server's
-    own, for bodies that need nothing of the layers between."""
+    own, for bodies that need nothing of the layers between. HEAD is answered as GET: the server leaves out the body, by
+    the method in its own scope."""
 
     def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], max_body_bytes: int) -> None:
         self._app = app
@@ -44,7 +45,8 @@ class Gate:
         if failure := self._refusal(scope, headers):
             await error_response(failure)(scope, receive, send_with_id)
             return
-        await self._app(scope, self._limited(receive), send_with_id)
+        inner = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
+        await self._app(inner, self._limited(receive), send_with_id)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
         is_open = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"

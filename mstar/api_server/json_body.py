@@ -12,8 +12,8 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from mstar.api_server.errors import bad_request, failure_of_validation
-from mstar.conductor.events import RefusedError
+from mstar.api_server.errors import MAX_SHOWN, bad_request, failure_of_validation
+from mstar.conductor.events import Failure, RefusedError
 from mstar.conductor.handle import ABORTED
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -23,12 +23,18 @@ async def read_json(request: Request, schema: type[Model]) -> Model:
     """The body as `schema`.
 
     Raises:
-        RefusedError: 400, with the field at fault where there is one; 413 comes from the body limit.
+        RefusedError: 400, with the field at fault where there is one; 415 for a compressed body; 413 comes from the
+            body limit.
     """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        message = f"The body's Content-Encoding '{encoding[:MAX_SHOWN]}' is not supported; send it as it is."
+        raise RefusedError(Failure(415, "unsupported_content_encoding", message))
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise bad_request(
-            f"The Content-Type of the body must be application/json, not '{media_type}'.", code="invalid_content_type"
+            f"The Content-Type of the body must be application/json, not '{media_type[:MAX_SHOWN]}'.",
+            code="invalid_content_type",
         )
     try:
         body = await request.body()

@@ -81,6 +81,21 @@ def test_a_wrong_method_says_which_is_right(front: RunningFront):
     assert error_of(front.http.put("/v1/models"), 405)["code"] == "method_not_allowed"
 
 
+@pytest.mark.parametrize("path", ["/health/", "/v1/models/", "/v1/chat/completions/", "/metrics/"])
+def test_a_slash_too_many_is_no_redirect(front: RunningFront, path: str):
+    for method in ("GET", "POST"):
+        assert front.http.request(method, path).status_code in (404, 405)
+    error_of(front.http.post(path), 404 if path != "/v1/models/" else 405)
+
+
+def test_a_compressed_body_is_refused_as_such(front: RunningFront):
+    body = json.dumps(GOOD).encode()
+    for encoding in ("gzip", "br", "GZIP, deflate"):
+        error = error_of(front.http.post(CHAT, content=body, headers=JSON | {"content-encoding": encoding}), 415)
+        assert error["code"] == "unsupported_content_encoding" and encoding.lower() in error["message"]
+    assert front.http.post(CHAT, content=body, headers=JSON | {"content-encoding": "identity"}).status_code == 200
+
+
 @pytest.mark.parametrize("route", [CHAT, "/v1/completions", "/tokenize", "/detokenize"])
 def test_an_unknown_model(front: RunningFront, route: str):
     bodies = {
@@ -192,15 +207,15 @@ def test_control_characters_never_reach_the_log_raw(tmp_path: Path):
     handler = logging.FileHandler(tmp_path / "log")
     handler.setFormatter(EscapingFormatter())
     logger.addHandler(handler)
-    logger.info("prompt %s", "a\r\n2030-01-01 ERROR forged\x1b[31m\x00\x85\u2028\t")
+    logger.info("prompt %s", "a\r\n2030-01-01 ERROR forged\x1b[31m\x00\x85\u2028\t\u202e\U000e0041é你\ud800")
     try:
-        raise ValueError("x\n2030-01-01 ERROR forged\x1b[2J")
+        raise ValueError("x\n2030-01-01 ERROR forged\x1b[2J\u202e")
     except ValueError:
         logger.exception("failed")
     handler.close()
     text = (tmp_path / "log").read_bytes().decode()
-    assert not any((ord(c) < 0x20 and c != "\n") or 0x7F <= ord(c) < 0xA0 or c in "\u2028\u2029" for c in text)
-    assert "\\r\\n2030-01-01 ERROR forged\\x1b[31m\\x00\\x85\\u2028\\t" in text
+    assert not any((ord(c) < 0x20 and c != "\n") or 0x7F <= ord(c) < 0xA0 or c in "\u2028\u2029\u202e" for c in text)
+    assert "\\r\\n2030-01-01 ERROR forged\\x1b[31m\\x00\\x85\\u2028\\t\\u202e\\U000e0041é你\\ud800" in text
     assert not any(line.startswith("2030") for line in text.splitlines())
 
 

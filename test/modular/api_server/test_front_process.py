@@ -158,7 +158,7 @@ def answer_on(connection: socket.socket) -> tuple[int, dict]:
     except ConnectionResetError:
         pass
     head, _, body = data.partition(b"\r\n\r\n")
-    assert b"application/json" in head and b"connection: close" in head.lower()
+    assert b"application/json" in head and b"\r\nx-request-id: req-" in head and b"connection: close" in head.lower()
     return int(head.split()[1]), json.loads(body)
 
 
@@ -196,12 +196,75 @@ def test_what_is_no_http_request_is_answered_in_shape(healthy: FrontChild):
         (b"GET /live HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 70_000 + b"\r\n\r\n", 431),
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
         (b"POST /live HTTP/1.1\r\nhost: x\r\ncontent-length: x\r\n\r\n", 400),
+        (b"GET /live HTTP/2.0\r\nhost: x\r\n\r\n", 505),
+        (b"GET /live HTTP/0.9\r\nhost: x\r\n\r\n", 505),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     ):
         with socket.create_connection(("127.0.0.1", healthy.port), timeout=10) as connection:
             connection.sendall(data)
             got, body = answer_on(connection)
             assert got == status and set(body["error"]) == {"message", "type", "param", "code"}
     assert healthy.http.get("/live", headers={"x-long": "a" * 60_000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET /live HTTP/1.1\r\nhost: x\r\nx-long: ",
+        b"GET /",
+        b"POST /tokenize HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-trailer: ",
+    ],
+)
+def test_a_line_without_an_end_is_not_collected(healthy: FrontChild, begin: bytes):
+    def resident_bytes() -> int:
+        return int(Path(f"/proc/{healthy.process.pid}/statm").read_text().split()[1]) * 4096
+
+    resident, cpu_s = resident_bytes(), healthy.cpu_s()
+    num_sent = 0
+    with socket.create_connection(("127.0.0.1", healthy.port), timeout=10) as connection:
+        connection.sendall(begin)
+        try:
+            while num_sent < 40_000_000:
+                num_sent += connection.send(b"a" * 65536)
+        except OSError:
+            pass
+    assert num_sent < 40_000_000, "the connection was closed"
+    assert resident_bytes() - resident < 8_000_000
+    assert healthy.cpu_s() - cpu_s < 0.5
+    assert healthy.http.get("/live").status_code == 200
+
+
+def test_a_line_without_an_end_is_answered(healthy: FrontChild):
+    with socket.create_connection(("127.0.0.1", healthy.port), timeout=10) as connection:
+        for data in (b"GET /live HTTP/1.1\r\nx-long: a", b"a" * 40_000, b"a" * 40_000):
+            connection.sendall(data)
+            time.sleep(0.1)
+        assert answer_on(connection)[0] == 431
+
+
+def test_a_stream_over_http_1_0_ends_with_the_connection(healthy: FrontChild):
+    body = json.dumps(BODY | {"stream": True}).encode()
+    for version, is_chunked in ((b"1.0", False), (b"1.1", True)):
+        with socket.create_connection(("127.0.0.1", healthy.port), timeout=10) as connection:
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/%b\r\nhost: x\r\nconnection: close\r\n"
+                b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % (version, len(body)) + body
+            )
+            data = b""
+            while part := connection.recv(65536):
+                data += part
+        head, _, rest = data.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and (b"chunked" in head) == is_chunked
+        if not is_chunked:
+            assert b"content-length" not in head.lower()
+            stream = Streamed.parse(httpx.Response(200, headers={"content-type": "text/event-stream"}, content=rest))
+            assert stream.is_done and stream.text() == REPLY
+    with socket.create_connection(("127.0.0.1", healthy.port), timeout=10) as connection:
+        connection.sendall(b"GET /live HTTP/1.0\r\n\r\n")
+        data = b""
+        while part := connection.recv(65536):
+            data += part
+    assert data.endswith(b'{"status":"alive"}') and b"content-length: 18" in data
 
 
 def test_the_log_has_no_raw_control_characters(healthy: FrontChild):

@@ -149,6 +149,30 @@ def test_pipelined_requests_on_one_connection(front: RunningFront):
     assert data.count(b"HTTP/1.1 200 OK") == 2
 
 
+@pytest.mark.parametrize("sends", ["together", "apart"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_with_pipelined_requests_that_leaves(
+    slow: RunningFront, caplog: pytest.LogCaptureFixture, sends: str, stream: bool
+):
+    """All end, the one that runs and those that wait behind it; a waiting one may have a large body."""
+    bodies = [json.dumps(BODY | {"stream": stream, "user": "x" * size}).encode() for size in (0, 0, 300_000)]
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    messages = [head % len(body) + body for body in bodies]
+    host, port = slow.base_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        for data in [b"".join(messages)] if sends == "together" else messages:
+            connection.sendall(data)
+            slow.wait_until(lambda: len(slow.worker.rows) == 1)
+            time.sleep(0.1)
+        assert slow.worker.num_open == 1
+    slow.wait_until(lambda: slow.worker.num_open == 0)
+    slow.wait_until(lambda: slow.parts.handle.num_live == 0)
+    assert not slow.call(lambda: slow.server.server_state.tasks)
+    assert "Traceback" not in caplog.text
+
+
 class InBackground:
     """A request in a thread; `answer` waits for its end."""
 

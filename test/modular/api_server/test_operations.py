@@ -28,6 +28,18 @@ def test_probes(front: RunningFront):
     assert front.http.get("/version").json() == {"version": mstar.__version__}
 
 
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/version", "/v1/models", "/metrics", "/openapi.json"])
+def test_head_is_get_without_the_body(front: RunningFront, path: str):
+    got, head = front.http.get(path), front.http.head(path)
+    assert head.status_code == got.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == got.headers["content-type"]
+    if path != "/metrics":  # which counts on
+        assert int(head.headers["content-length"]) == len(got.content)
+    assert front.http.get("/live").status_code == 200, "nothing is left on the connection"
+    assert front.http.head("/v1/chat/completions").status_code == 405
+    assert front.http.head("/v1/models/no").status_code == 404
+
+
 def test_models(front: RunningFront):
     listed = front.http.get("/v1/models").json()
     assert listed["object"] == "list"
