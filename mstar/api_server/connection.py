@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import resource
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
 
-from starlette.types import Message, Receive, Scope, Send
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from mstar.api_server.errors import error_body
@@ -89,14 +88,14 @@ class BodyWriter:
 class CloseDelimited:
     """Answers a request of HTTP/1.0, which does not know chunks: a body without a length ends with the connection."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], cycle: RequestResponseCycle) -> None:
+    def __init__(self, app: ASGI3Application, cycle: RequestResponseCycle) -> None:
         self._app = app
         self._cycle = cycle
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         has_length = False
 
-        async def send_plain(message: Message) -> None:
+        async def send_plain(message: ASGISendEvent) -> None:
             nonlocal has_length
             if message["type"] == "http.response.start":
                 has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
@@ -172,6 +171,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_finished = True
+        assert self.parser is not None
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._answer_and_close(WRONG_VERSION)
         if not self.transport.is_closing():
@@ -194,7 +194,7 @@ class FrontProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._answer_and_close(Failure(400, "invalid_http", msg))
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, CloseDelimited(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 

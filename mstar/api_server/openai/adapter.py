@@ -26,6 +26,8 @@ from mstar.model.base import ChatMessage
 DEFAULT_COMPLETION_TOKENS = 16
 GREEDY_BELOW = 1e-5
 """A lower temperature could only choose between tokens whose logits differ by less than fp32 can tell; it is greedy."""
+GREEDY_TOP_P = 1e-30
+"""Below it only the likeliest token can be meant, and fp32 might have no number for it."""
 CHAT_ROLES = {"developer": "system"}
 
 
@@ -116,8 +118,8 @@ def _text_request(
     top_p = 1.0 if body.top_p is None else body.top_p
     sampling = SamplingParams(
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=1 if top_p == 0 else max(0, body.top_k or 0),
-        top_p=top_p or 1.0,
+        top_k=1 if top_p < GREEDY_TOP_P else max(0, body.top_k or 0),
+        top_p=1.0 if top_p < GREEDY_TOP_P else top_p,
         min_p=body.min_p or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,

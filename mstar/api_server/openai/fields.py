@@ -21,6 +21,8 @@ MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100
+LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-9, 1e9
+"""It scales logits by up to this much, and a temperature by 1e5 more: fp32, which ends at 3e38, holds that."""
 MAX_PAIRS = 64
 """Of a map whose values the server does not look at."""
 FIRST = Field(fail_fast=True)
@@ -102,7 +104,7 @@ class GenerationFields(Schema):
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="0 or -1: no limit.")] | None = None
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[

@@ -1,13 +1,17 @@
 """Request fields: what is refused, by name, and what the legal neighbour makes the worker do (family B)."""
 
 import json
-import math
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.running_front import MAX_SEQ_LEN, MODEL, RunningFront
 
-from mstar.communication.messages import OpenRequest, SamplingParams, TokenLogprobs
+from mstar.api_server.openai.adapter import GREEDY_BELOW
+from mstar.api_server.openai.fields import LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+from mstar.communication.messages import OpenRequest, SamplingParams
+from mstar.engine.resources.logit_adjust import TokenCounts
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -40,7 +44,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("top_p", [-0.1, 1.1, "x"]),
     ("min_p", [-0.1, 1.1]),
     ("top_k", [-2, 1.5, "3", 2**40, 2**64]),
-    ("repetition_penalty", [0, -1, "1"]),
+    ("repetition_penalty", [0, -1, "1", 1e-10, 1e-38, 5e-324, 1e10, 1e39]),
     ("presence_penalty", [-2.1, 2.1]),
     ("frequency_penalty", [-2.1, 2.1]),
     ("max_tokens", [0, -1, 1.5, "5", 2**31, 2**64, 10**400]),
@@ -80,6 +84,7 @@ def test_a_wrong_value_is_a_400_that_names_its_field(front: RunningFront, route:
         ({"temperature": 1e-30}, {"temperature": 0.0}),
         ({"top_p": 1e-4}, {"top_p": 1e-4, "top_k": 0}),
         ({"top_p": 0}, {"top_p": 1.0, "top_k": 1}),
+        ({"top_p": 1e-300, "top_k": 5}, {"top_p": 1.0, "top_k": 1}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"repetition_penalty": 1e-9}, {"repetition_penalty": 1e-9}),
         ({"repetition_penalty": 1e9}, {"repetition_penalty": 1e9}),
@@ -318,90 +323,13 @@ def test_the_models_own_parameters_are_validated(front: RunningFront):
     assert opened(front, parameters={}).parameters == b"{}"
 
 
-def entry(token: int, settings: SamplingParams) -> TokenLogprobs | None:
-    if settings.num_logprobs < 0:
-        return None
-    num_top = settings.num_logprobs
-    return TokenLogprobs(-0.25, tuple(range(50, 50 + num_top)), tuple(-1.0 - i for i in range(num_top)))
-
-
-@pytest.fixture
-def with_logprobs(front: RunningFront) -> RunningFront:
-    front.worker.logprobs = entry
-    return front
-
-
-def checked(content: bytes) -> Any:
-    """Valid JSON with finite numbers."""
-    return json.loads(content, parse_constant=pytest.fail)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_chat_logprobs(with_logprobs: RunningFront, streamed: bool):
-    """B14: one entry per shown token, in order; bytes join to the text; end tokens have none."""
-    front = with_logprobs
-    front.reply(" 你好 France 😀")
-    fields = {"logprobs": True, "top_logprobs": 5, "top_k": 1, "top_p": 1e-4}
-    if streamed:
-        stream = front.stream(**fields)
-        logs = [c["choices"][0]["logprobs"] for c in stream.chunks if c["choices"][0].get("logprobs")]
-        content, text = [e for log in logs for e in log["content"]], stream.text()
-    else:
-        choice = checked(front.chat(**fields).content)["choices"][0]
-        content, text = choice["logprobs"]["content"], choice["message"]["content"]
-    assert front.openings()[-1].sampling.num_logprobs == 5
-    assert bytes(byte for e in content for byte in e["bytes"]).decode() == text == " 你好 France 😀"
-    assert [len(e["top_logprobs"]) for e in content] == [5] * len(front.tokenizer.encode(text).ids)
-    assert all(math.isfinite(e["logprob"]) for e in content)
-    assert content[0]["top_logprobs"][0] == {
-        "token": front.tokenizer.decode([50]),
-        "logprob": -1.0,
-        "bytes": list(front.tokenizer.decode([50]).encode()),
-    }
-
-
-def test_logprobs_of_impossible_tokens_are_finite(front: RunningFront):
-    """B14. The wire's JSON form has no infinity, MessagePack does."""
-    front.worker.logprobs = lambda token, _: TokenLogprobs(-math.inf, (5, 6), (0.0, -math.inf))
-    body = checked(front.chat(logprobs=True, top_logprobs=2, max_tokens=1).content)
-    (only,) = body["choices"][0]["logprobs"]["content"]
-    assert only["logprob"] == only["top_logprobs"][1]["logprob"] == -9999.0
-
-
-def test_logprobs_do_not_show_what_a_stop_string_cut(with_logprobs: RunningFront):
-    for streamed in (False, True):
-        fields = {"logprobs": True, "stop": " of France"}
-        if streamed:
-            chunks = with_logprobs.stream(**fields).chunks
-            entries = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {"content": []})["content"]]
-        else:
-            entries = with_logprobs.chat(**fields).json()["choices"][0]["logprobs"]["content"]
-        assert "".join(e["token"] for e in entries) == " The capital"
-        assert all(e["top_logprobs"] == [] for e in entries)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_completion_logprobs(with_logprobs: RunningFront, streamed: bool):
-    front = with_logprobs
-    front.reply(" The capital")
-    if streamed:
-        logs = [c["choices"][0]["logprobs"] for c in front.stream(TEXT, logprobs=2).chunks]
-        logs = [log for log in logs if log]
-        joined = {key: [x for log in logs for x in log[key]] for key in logs[0]}
-    else:
-        joined = front.complete(logprobs=2).json()["choices"][0]["logprobs"]
-    ids = front.tokenizer.encode(" The capital").ids
-    tokens = [front.tokenizer.decode([token]) for token in ids]
-    assert joined["tokens"] == tokens
-    assert joined["token_logprobs"] == [-0.25] * len(ids)
-    assert joined["text_offset"] == [len("".join(tokens[:i])) for i in range(len(ids))]
-    fifty, fifty_one = front.tokenizer.decode([50]), front.tokenizer.decode([51])
-    assert joined["top_logprobs"][0] == {tokens[0]: -0.25, fifty: -1.0, fifty_one: -2.0}
-
-
-def test_logprobs_fields_need_each_other(front: RunningFront):
-    assert refused(front, top_logprobs=2)["param"] == "top_logprobs"
-    assert refused(front, logprobs=True, top_logprobs=21)["param"] == "top_logprobs"
-    assert refused(front, logprobs=5)["param"] == "logprobs"
-    assert refused(front, TEXT, logprobs=21)["param"] == "logprobs"
-    assert front.chat(logprobs=False, max_tokens=1).json()["choices"][0]["logprobs"] is None
+def test_the_strongest_penalties_keep_logits_finite(front: RunningFront):
+    """B5: what the sampler computes at the borders of the fields, at the lowest temperature that is not greedy."""
+    for penalty in (LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY):
+        settings = sampling(front, repetition_penalty=penalty, temperature=GREEDY_BELOW)
+        counts = TokenCounts(3, torch.device("cpu"))
+        counts.reset(1, np.array([0, 1, 2]))
+        logits = torch.tensor([[1e6, -1e6, 0.0]])
+        one = torch.ones(1, 1)
+        counts.penalize(logits, torch.tensor([1]), one * settings.repetition_penalty, 0 * one, 0 * one)
+        assert torch.isfinite(logits / settings.temperature).all()

@@ -11,6 +11,7 @@ from support.source_rules import RULES, catches_everything
 MAY_CATCH_EVERYTHING: dict[str, str] = {
     "mstar/conductor/conductor.py": "per-message guard: fails the request that the message named",
     "mstar/conductor/handle.py": "entry of a request: whatever goes wrong starting it is that request's 500",
+    "mstar/conductor/preprocess.py": "per-message guard: a job fails its own request, the pool goes on",
     "mstar/conductor/preprocess_worker.py": "per-message guard: a model's prompt hook fails its own request",
     "mstar/engine/step_builder.py": "guards around a model's hooks: a row's hook fails its row, a batch's its step",
     "mstar/launch/child.py": "entry of every child process: logs why it ends",
