@@ -100,6 +100,13 @@ def assemble_worker(
             node.key.node: program.partition for program in compiled.programs.values() for node in program.nodes
         },
         input_partitions=_input_partitions(compiled, rank),
+        text_keys={
+            node.key
+            for program in compiled.programs.values()
+            for node in program.nodes
+            if any("text" in route.emits for route in node.routes)
+        },
+        split_walks={walk for (walk, at), program in compiled.programs.items() if at != rank and program.nodes},
         limits={
             (program.partition, walk): [loop.limit for loop in program.loops if loop.max_iters < 0]
             for (walk, at), program in compiled.programs.items()

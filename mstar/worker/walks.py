@@ -6,7 +6,7 @@ Runs on the worker's loop thread. Each worker of a partition runs the plan for i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from mstar.communication import host_tensors
 from mstar.communication.messages import StartWalk, WalkDone
@@ -30,11 +30,14 @@ class WalkRunner:
         partition_of: Mapping[str, str],
         input_partitions: Mapping[str, Sequence[str]],
         limits: Mapping[tuple[str, str], Sequence[str]],
+        text_keys: Set[ReadyKey],
+        split_walks: Set[str],
         rank: int,
     ) -> None:
         """`loops`: enclosing loops of each key, innermost first. `partition_of`: partition of each node.
         `input_partitions`: which partitions of this worker take a request input, by its name. `limits`: names of the
-        loop limits that each (partition, walk) has here."""
+        loop limits that each (partition, walk) has here. `text_keys`: keys that emit text. `split_walks`: walks with
+        nodes on other workers."""
         self._graph = graph
         self._store = store
         self._requests = requests
@@ -42,6 +45,8 @@ class WalkRunner:
         self._partition_of = partition_of
         self._input_partitions = input_partitions
         self._limits = limits
+        self._text_keys = text_keys
+        self._split_walks = split_walks
         self._rank = rank
         self._stopping: HandleMap[set[str]] = rids.handle_map("stopped partitions")
         self.done: list[WalkDone] = []
@@ -110,23 +115,36 @@ class WalkRunner:
         )
 
     def stop(self, request: Request, partition: str) -> None:
-        """The front found a stop string: the partition ends with the step that is in flight, or the next."""
+        """The front found a stop string: loops around a node that emits text end with the step in flight, or the next.
+        What is planned after them still runs, on every worker alike."""
         run = request.partitions.get(partition)
         if run is not None and not run.finished:
-            self._finish(run)
+            run.reason = "stop"
             if request.handle not in self._stopping:
                 self._stopping[request.handle] = set()
             self._stopping[request.handle].add(partition)
 
     def finish_rows(self, key: ReadyKey, rows: Sequence[int]) -> None:
-        """The node has said that these rows' partition has produced what was asked."""
+        """The node has said that these rows' partition has produced what was asked.
+
+        Raises:
+            GraphError: a walk that would be skipped has nodes on other workers, which may have entered it already and
+                would wait for ever.
+        """
         partition = self._partition_of[key.node]
-        for row in rows:
-            self._finish(self._requests[row].partitions[partition])
+        runs = [self._requests[row].partitions[partition] for row in rows]
+        if elsewhere := sorted({walk for run in runs for walk in run.pending if walk in self._split_walks}):
+            raise GraphError(
+                f"it finished partition {partition!r} before {elsewhere}, which have nodes on other workers; end the "
+                "loop without `finish`, or place the partition on one worker"
+            )
+        for run in runs:
+            run.finished = True
+            run.reason = "stop"
 
     def stopping(self, key: ReadyKey, rows: Sequence[int]) -> list[int]:
         """Positions in `rows` whose partition the front has stopped."""
-        if not len(self._stopping):
+        if not len(self._stopping) or key not in self._text_keys:
             return []
         partition = self._partition_of[key.node]
         return [index for index, row in enumerate(rows) if partition in (self._stopping.get(row) or ())]
@@ -134,8 +152,3 @@ class WalkRunner:
     def loops_around(self, key: ReadyKey) -> Sequence[str]:
         """Loops that enclose a node in a walk, innermost first."""
         return self._loops[key]
-
-    @staticmethod
-    def _finish(run: PartitionRun) -> None:
-        run.finished = True
-        run.reason = "stop"

@@ -219,7 +219,8 @@ class Worker:
         for part in cur.parts:
             wished = self._parts.walks.stopping(part.taken.key, part.taken.rows)
             if wished:
-                self._stops.append((part, StopDecision(np.asarray(wished), loop=None, finish=True)))
+                loops = self._parts.walks.loops_around(part.taken.key)
+                self._stops.extend((part, StopDecision(np.asarray(wished), loop, finish=False)) for loop in loops)
 
     def drop_unwanted(self, nxt: Step | None) -> Step | None:
         """`nxt` is not worth a forward when every row in it has just stopped."""
@@ -279,11 +280,10 @@ class Worker:
             try:
                 for loop in loops:
                     parts.graph.stop_loops(rows, [loop] * len(rows))
+                if decision.finish:
+                    parts.walks.finish_rows(key, rows)
             except GraphError as error:
                 self._refuse(cur, rows, error, gone)
-                continue
-            if decision.finish:
-                parts.walks.finish_rows(key, rows)
         self._stops = []
         return ended
 
