@@ -88,7 +88,8 @@ NodeOutputs = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 @dataclass(frozen=True, slots=True)
 class StopDecision:
     """`index` int [n]: positions in the rows given. `loop`: the loop that ends for them (None: none).
-    `finish`: the partition has produced what was asked; walks still planned are skipped."""
+    `finish`: the partition has produced what was asked; walks still planned are skipped. They must not
+    have nodes on other workers: the request fails otherwise."""
 
     index: np.ndarray
     loop: str | None
