@@ -13,7 +13,7 @@ from support.instance import shared_memory_of
 from mstar.communication import arena
 from mstar.communication.address import FRONT_RANK, InstanceDir, peer_name
 from mstar.communication.bus import ZmqBus
-from mstar.communication.messages import Heartbeat, Ready, SamplingParams, Shutdown, ToFront
+from mstar.communication.messages import Heartbeat, PeerLost, PeerUp, Ready, SamplingParams, Shutdown, ToFront
 from mstar.communication.wire import decode_to_front, decode_to_supervisor
 from mstar.launch.children import Child, ChildSpec, PeerAddress, start_child
 from mstar.launch.deployment import Deployment
@@ -35,8 +35,9 @@ class WorkerProcesses:
         self._instance = InstanceDir.create(base)
         self.name = self._instance.instance
         self._supervisor = ZmqBus(self._instance.address("supervisor", 0), decode_to_supervisor)
-        self._bus: ZmqBus[ToFront] = ZmqBus(self._address(FRONT_RANK), self._decode)
         self._ranks = list(range(deployment.config.num_workers))
+        self._incarnations = dict.fromkeys(self._ranks, 0)
+        self._bus: ZmqBus[ToFront] = ZmqBus(self._address(FRONT_RANK), self._decode)
         self.books = FrontBooks(self.model, deployment.compile(self.model), len(self._ranks), self._bus)
         self.results = self.books.results
         self.children: list[Child] = []
@@ -47,16 +48,42 @@ class WorkerProcesses:
         for rank in self._ranks:
             self.children.append(start_child(self._spec(rank)))
             self._bus.connect(peer_name(rank), self._address(rank))
+        self._await_ready(set(self._ranks))
+        return self
+
+    def _await_ready(self, awaited: set[int]) -> None:
         ready: set[int] = set()
         deadline = time.monotonic() + START_S
-        while len(ready) < len(self._ranks):
+        while not ready >= awaited:
             self._supervisor.wait(1.0)
             ready |= {message.rank for message in self._supervisor.receive() if isinstance(message, Ready)}
             ended = [child.how_it_ended() for child in self.children if child.exit_code() is not None]
             if ended or time.monotonic() > deadline:
                 self.__exit__()
                 raise AssertionError(f"workers did not start; ready: {sorted(ready)}; ended: {ended}")
-        return self
+
+    def lose(self, rank: int) -> None:
+        """SIGKILL, and what a supervisor does about it: the others are told, the shared memory goes."""
+        self.children[rank].kill()
+        self.children[rank].close()
+        self._bus.disconnect(peer_name(rank))
+        for other in self._ranks:
+            if other != rank:
+                self._bus.send(peer_name(other), (PeerLost(rank, self._incarnations[rank], "killed by signal 9"),))
+        arena.reclaim(self.name, rank, self._incarnations[rank])
+        self.gauges.pop(rank, None)
+        self.books.lose()
+
+    def restart(self, rank: int) -> None:
+        """The next incarnation of a lost rank, once it is ready."""
+        self._incarnations[rank] += 1
+        self.children[rank] = start_child(self._spec(rank))
+        self._bus.connect(peer_name(rank), self._address(rank))
+        for other in self._ranks:
+            if other != rank:
+                up = PeerUp(rank, self._incarnations[rank], self._address(rank))
+                self._bus.send(peer_name(other), (up,))
+        self._await_ready({rank})
 
     def __exit__(self, *_: object) -> None:
         for rank in self._ranks:
@@ -70,7 +97,7 @@ class WorkerProcesses:
             child.close()
         self.left_behind = shared_memory_of(self.name)
         for rank in self._ranks:
-            arena.reclaim(self._instance.instance, rank, 0)
+            arena.reclaim(self._instance.instance, rank, self._incarnations[rank])
         self._bus.close()
         self._supervisor.close()
         self._instance.close()
@@ -82,8 +109,7 @@ class WorkerProcesses:
         """Until every request is done."""
         deadline = time.monotonic() + timeout_s
         while not self.books.done:
-            self._bus.wait(1.0)
-            self.books.read()
+            self.read()
             ended = [f"{child.name} {child.how_it_ended()}" for child in self.children if child.exit_code() is not None]
             assert not ended, f"workers ended: {ended}"
             if time.monotonic() > deadline:
@@ -91,11 +117,17 @@ class WorkerProcesses:
                 raise AssertionError(f"not done after {timeout_s} s: {stuck}")
         return self.results
 
+    def read(self, timeout_s: float = 1.0) -> None:
+        """Wait for something to arrive, and take it."""
+        self._bus.wait(timeout_s)
+        self.books.read()
+
     def await_gauge(self, name: str, value: float, timeout_s: float = 20.0) -> None:
-        """Until every worker that reports the gauge reports `value` in a heartbeat from now on."""
+        """Until every living worker that reports the gauge reports `value` in a heartbeat from now on."""
         self.gauges.clear()
+        num_alive = sum(child.exit_code() is None for child in self.children)
         deadline = time.monotonic() + timeout_s
-        while len(self.gauges) < len(self._ranks) or any(self._others(name, value)):
+        while len(self.gauges) < num_alive or any(self._others(name, value)):
             self._bus.wait(1.0)
             self.books.read()
             assert time.monotonic() < deadline, f"{name}: {list(self._others(name, value))}, expected {value}"
@@ -111,20 +143,22 @@ class WorkerProcesses:
         return message
 
     def _address(self, rank: int) -> str:
-        return self._instance.address(peer_name(rank), 0)
+        return self._instance.address(peer_name(rank), self._incarnations.get(rank, 0))
 
     def _spec(self, rank: int) -> ChildSpec:
         return ChildSpec(
             role="worker",
             instance=self._instance.instance,
             rank=rank,
-            incarnation=0,
+            incarnation=self._incarnations[rank],
             address=self._address(rank),
             supervisor_address=self._instance.address("supervisor", 0),
             parent_pid=os.getpid(),
             facts=self.deployment.facts,
             peers=tuple(
-                PeerAddress(other, 0, self._address(other)) for other in (FRONT_RANK, *self._ranks) if other != rank
+                PeerAddress(other, self._incarnations.get(other, 0), self._address(other))
+                for other in (FRONT_RANK, *self._ranks)
+                if other != rank
             ),
             log_level="warning",
         )

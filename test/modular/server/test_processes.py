@@ -1,6 +1,5 @@
 """The processes of a server: what ends, what starts again, what is left behind; by real signals to real processes."""
 
-import contextlib
 import json
 import os
 import random
@@ -13,10 +12,10 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 from support.server import Server, running, start
 from support.slow_llama import CARD_NAME, write_slow_llama
+from support.streamed import Streamed
 
 FAST = ["--set", "server.watchdog_s=1.5", "--set", "server.drain_timeout_s=20", "--set", "resources.kv.num_pages=64"]
 FAST += ["--set", "capture.enabled=false"]  # a tape would leave the delays out
@@ -61,46 +60,8 @@ def text_of(server: Server, **more) -> str:
     return response.json()["choices"][0]["text"]
 
 
-class Streamed:
-    """A stream read by a thread: its lines, and when the last one came."""
-
-    def __init__(self, server: Server, **more) -> None:
-        self.lines: list[str] = []
-        self.status = 0
-        self.ended_at = 0.0
-        self._first = threading.Event()
-        asked = body(**more) | {"stream": True}
-        self._thread = threading.Thread(target=self._read, args=(server.url, asked), daemon=True)
-        self._thread.start()
-
-    def wait_for_text(self) -> None:
-        assert self._first.wait(20), f"no text: {self.status} {self.lines}"
-
-    def join(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-    def _read(self, url: str, asked: dict) -> None:
-        killed = contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError)
-        with (
-            killed,
-            httpx.Client(timeout=60) as client,
-            client.stream("POST", f"{url}/v1/completions", json=asked) as got,
-        ):
-            self.status = got.status_code
-            for line in got.iter_lines():
-                if line:
-                    self.lines.append(line)
-                if '"text":"' in line:
-                    self._first.set()
-        self.ended_at = time.monotonic()
-
-    @property
-    def error(self) -> dict | None:
-        for line in self.lines:
-            if line.startswith("data: {") and "error" in (event := json.loads(line.removeprefix("data: "))):
-                return event["error"]
-        return None
+def streamed(server: Server, **more) -> Streamed:
+    return Streamed(server.url, body(**more))
 
 
 def alive(pids) -> list[int]:
@@ -130,7 +91,7 @@ def test_a_killed_worker_fails_its_requests_and_comes_back(config, tmp_path):
     """Case E6, SIGKILL: an error event within 2 s, red health, then the same text as before."""
     with running(config, tmp_path / "log") as server:
         before = text_of(server)
-        stream = Streamed(server, num_tokens=200)
+        stream = streamed(server, num_tokens=200)
         stream.wait_for_text()
         [worker] = server.worker_pids()
         os.kill(worker, signal.SIGKILL)
@@ -153,7 +114,7 @@ def test_a_killed_worker_fails_its_requests_and_comes_back(config, tmp_path):
 def test_a_stopped_worker_is_noticed_by_the_watchdog(shared):
     """Case E6, SIGSTOP: red within the watchdog's time, running streams fail, green again when it goes on."""
     [worker] = shared.worker_pids()
-    stream = Streamed(shared, num_tokens=200)
+    stream = streamed(shared, num_tokens=200)
     stream.wait_for_text()
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -170,7 +131,7 @@ def test_a_stopped_worker_is_noticed_by_the_watchdog(shared):
 
 def test_a_long_healthy_step_stays_green(shared):
     """Case E6, a step of 4 s under a watchdog of 1.5 s."""
-    stream = Streamed(shared, num_tokens=2, prompt=list(range(3, 3 + STALL_TOKENS)))
+    stream = streamed(shared, num_tokens=2, prompt=list(range(3, 3 + STALL_TOKENS)))
     for _ in range(12):
         assert shared.client.get("/health").status_code == 200
         time.sleep(0.25)
@@ -183,7 +144,7 @@ def test_nothing_survives_the_death_of_the_parent(config, tmp_path):
     """Case E7."""
     sockets = tmp_path / "s"
     with running(config, tmp_path / "log", MSTAR_SOCKET_DIR=str(sockets)) as server:
-        stream = Streamed(server, num_tokens=200)
+        stream = streamed(server, num_tokens=200)
         stream.wait_for_text()
         children = descendants(server)
         assert len(children) >= 3, "front, worker and a preprocess process"
@@ -202,7 +163,7 @@ def test_sigterm_lets_running_requests_finish(config, tmp_path):
     """Case E9: new requests 503 while running ones finish, exit code 0."""
     with running(config, tmp_path / "log") as server:
         expected = text_of(server, num_tokens=100)
-        stream = Streamed(server, num_tokens=100)
+        stream = streamed(server, num_tokens=100)
         stream.wait_for_text()
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: server.client.post("/v1/completions", json=body()).status_code == 503, 2, "refusal")
@@ -217,7 +178,7 @@ def test_sigterm_lets_running_requests_finish(config, tmp_path):
 def test_a_second_signal_ends_everything_now(config, tmp_path):
     with running(config, tmp_path / "log") as server:
         children = descendants(server)
-        stream = Streamed(server, num_tokens=230)
+        stream = streamed(server, num_tokens=230)
         stream.wait_for_text()
         server.process.send_signal(signal.SIGTERM)
         server.wait_for(lambda: server.client.get("/ready").status_code == 503, 2, "draining")
