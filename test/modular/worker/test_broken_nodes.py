@@ -8,9 +8,17 @@ from support.instance import Instance, Tuning
 from mstar.engine.submodule import NodeSubmodule, StopDecision
 
 
-@pytest.fixture(params=["plain", "overlap", "threaded"])
+TUNINGS = {
+    "plain": Tuning(overlap=False),
+    "overlap": Tuning(),
+    "threaded": Tuning(threaded=True),
+    "late": Tuning(late=True),
+}
+
+
+@pytest.fixture(params=list(TUNINGS))
 def tuning(request) -> Tuning:
-    return {"plain": Tuning(overlap=False), "overlap": Tuning(), "threaded": Tuning(threaded=True)}[request.param]
+    return TUNINGS[request.param]
 
 
 class Breaks:
