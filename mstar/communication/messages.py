@@ -59,7 +59,6 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Loop limits by `LoopLimit` name."""
     parameters: bytes = b"{}"
     """The model's own request parameters, JSON of its `parameter_schema`."""
-    priority: int = 0
 
 
 class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -241,7 +241,6 @@ class ConductorHandle:
                 inputs=inputs,
                 limits=limits,
                 parameters=parameters,
-                priority=request.priority,
             )
             record = RequestRecord(
                 rid=f"{self._run_tag}-{next(self._numbers):x}",

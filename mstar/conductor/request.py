@@ -47,7 +47,6 @@ class GenerateRequest:
     clamps_max_tokens: bool = False
     max_tokens_name: str = "max_tokens"
     parameters: BaseModel = field(default_factory=NoParameters)
-    priority: int = 0
 
     @property
     def num_results(self) -> int:

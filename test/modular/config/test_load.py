@@ -20,8 +20,14 @@ def test_file_values_win_over_defaults_and_overrides_win_over_the_file(tmp_path)
     [
         ({"model": "m", "schedular": {}}, "schedular: unknown key; did you mean 'scheduler'?"),
         ({"model": "m", "server": {"prot": 1}}, "server.prot: unknown key; did you mean 'port'?"),
-        ({"model": "m", "resources": {"kv": {"num_page": 1}}}, "resources.kv.num_page: unknown key; did you mean 'num_pages'?"),
-        ({"model": "m", "server": {"port": 70000}}, "server.port: Input should be less than or equal to 65535 (found 70000)"),
+        (
+            {"model": "m", "resources": {"kv": {"num_page": 1}}},
+            "resources.kv.num_page: unknown key; did you mean 'num_pages'?",
+        ),
+        (
+            {"model": "m", "server": {"port": 70000}},
+            "server.port: Input should be less than or equal to 65535 (found 70000)",
+        ),
         ({"model": "m", "resources": {"kv": {"num_pages": 9, "memory_fraction": 0.5}}}, "not both"),
         ({"checkpoint": "x"}, "model: Field required"),
         ({"model": "m", "node_groups": [{"node_names": ["A"], "ranks": [1]}]}, "must count from 0 without a gap"),
@@ -35,7 +41,8 @@ def test_errors_name_the_key(values, said):
 
 def test_placement_of_nodes():
     config = config_from_mapping(
-        {"model": "m", "node_groups": [{"node_names": ["A", "B"], "ranks": [0]}, {"node_names": ["C"], "ranks": [1]}]}, "f"
+        {"model": "m", "node_groups": [{"node_names": ["A", "B"], "ranks": [0]}, {"node_names": ["C"], "ranks": [1]}]},
+        "f",
     )
     assert [config.rank_of(node) for node in "ABCD"] == [0, 0, 1, 0]
     assert config.num_workers == 2
