@@ -7,7 +7,6 @@ from support.instance import Instance, Tuning
 
 from mstar.engine.submodule import NodeSubmodule, StopDecision
 
-
 TUNINGS = {
     "plain": Tuning(overlap=False),
     "overlap": Tuning(),
