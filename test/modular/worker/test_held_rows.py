@@ -109,7 +109,7 @@ def test_an_abort_while_a_row_waits(tiny: TinyLlama, tuning: Tuning, leaver: str
     baseline = dict(instance.gauges(0))
     refusing = Refusing(instance, "kv", second_of_three, times=1)
     for index in range(3):
-        tiny.submit(instance, f"r{index}", tiny.prompt(5, index), max_tokens=60)
+        tiny.submit(instance, f"r{index}", tiny.prompt(5, index), max_tokens=30)
     while not refusing.at:
         instance.tick()
     [(_, [held])] = refusing.at
@@ -124,7 +124,7 @@ def test_an_abort_while_a_row_waits(tiny: TinyLlama, tuning: Tuning, leaver: str
     instance.run()
     for index in range(3):
         if f"r{index}" != rid:
-            assert instance.results[f"r{index}"].tokens == tiny.greedy(tiny.prompt(5, index), 60)
+            assert instance.results[f"r{index}"].tokens == tiny.greedy(tiny.prompt(5, index), 30)
     assert dict(instance.gauges(0)) == baseline
     instance.close()
 
