@@ -73,9 +73,17 @@ def test_greedy_tokens_equal_transformers_under_random_arrivals(reference, promp
     bodies = [{"prompt": ids, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 0} for ids in prompts]
     with running(arguments, tmp_path / "log") as server:
         answers = asyncio.run(under_load(server.url, bodies, spread_s=3.0))
+        # However slow the machine is, small batches occur too, and a row that stops alone.
+        asked = [(index, NUM_TOKENS) for index in (*range(NUM_PROMPTS), 0)]
         answers += asyncio.run(under_load(server.url, bodies[:1], spread_s=0.0))
+        for size in (1, 2, 4, 8):
+            few = [(index, 16) for index in range(len(QUESTIONS), len(QUESTIONS) + size)]
+            short = [bodies[index] | {"max_tokens": limit} for index, limit in few]
+            answers += asyncio.run(under_load(server.url, short, spread_s=0.0))
+            asked += few
         cases = []
-        for ids, wanted, answer in zip([*prompts, prompts[0]], [*expected, expected[0]], answers, strict=True):
+        for (index, limit), answer in zip(asked, answers, strict=True):
+            ids, wanted = prompts[index], expected[index][:limit]
             choice = answer["choices"][0]
             ours = reference.ids_of(choice["logprobs"]["tokens"], choice["finish_reason"], wanted)
             assert answer["usage"]["completion_tokens"] == len(ours)
