@@ -37,8 +37,8 @@ check:                       ## format, lint, types, import contracts, document 
 	$(BIN)/python -m pytest -q test/modular/repo --ignore=test/modular/repo/test_packaging.py --ignore=test/modular/repo/test_import_weight.py
 
 fix:                         ## what a tool can repair by itself
-	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
 
 test: install                ## what CI runs
 	$(MAKE) --no-print-directory check

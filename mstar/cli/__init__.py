@@ -45,7 +45,7 @@ def serve(
 def chat(
     url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:8000",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
     api_key: Annotated[str | None, typer.Option(help="Key, if the server asks for one.")] = None,
 ) -> None:
     """Talk to a running server in the terminal."""

@@ -18,7 +18,7 @@ def config_for(target: str, overrides: Sequence[str], *, progress: DownloadProgr
         ConfigError: with what could have been meant.
         CheckpointError: there is no such checkpoint.
     """
-    if any(card.name == target for card in CARDS):
+    if _is_card(target):
         return config_from_mapping({"model": target}, target, overrides)
     if _is_checkpoint(target):
         return config_from_mapping({"model": _model_of(target, progress), "checkpoint": target}, target, overrides)
@@ -34,6 +34,13 @@ def server_for(target: str, overrides: Sequence[str]) -> ServerConfig:
     if _is_checkpoint(target):
         return config_from_mapping({"model": "", "checkpoint": target}, target, overrides).server
     return config_for(target, overrides).server
+
+
+def _is_card(target: str) -> bool:
+    """A model's name, or `package.module:CARD` of one outside this package."""
+    module, colon, attribute = target.partition(":")
+    outside = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    return outside or any(card.name == target for card in CARDS)
 
 
 def _is_checkpoint(target: str) -> bool:

