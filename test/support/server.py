@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 
 READY = re.compile(r"mstar is ready: \S+ at (http://\S+)")
+HEARTBEAT_S = 0.26
+"""Gauges may be this old."""
 TEST_ROOT = Path(__file__).parents[1]
 MSTAR = (sys.executable, "-m", "mstar.cli")
 
@@ -66,7 +68,8 @@ class Server:
         return time.monotonic() - began
 
     def is_idle(self) -> bool:
-        """Nothing is held for any request."""
+        """Nothing is held for any request, by gauges that are newer than the call."""
+        time.sleep(HEARTBEAT_S)
         gauges = self.gauges()
         return all(
             gauges[name] == 0 for name in ("mstar_handles", "mstar_running_rows", "mstar_queue_depth", "mstar_tensors")
