@@ -19,16 +19,17 @@ from mstar.model.submodule_context import SubmoduleContext
 class TinyLlama:
     """`reference` is transformers' model of the weights that `build_node` loads anew at each call."""
 
-    def __init__(self, directory: Path) -> None:
-        self.reference: LlamaForCausalLM = build_reference(variant("grouped_queries_tied"))
+    def __init__(self, directory: Path, shape: str = "grouped_queries_tied", card: str = "llama") -> None:
+        self.reference: LlamaForCausalLM = build_reference(variant(shape))
+        self.card = find_card(card)
         self.checkpoint = resolve_checkpoint(str(save_checkpoint(self.reference, directory)), cache_dir=directory)
         self.setup = ModelSetup(self.checkpoint.config(), None, 128)
         self._continued: dict[tuple[int, ...], list[int]] = {}
-        self.model: Model = build_model(find_card("llama"), self.setup)
+        self.model: Model = build_model(self.card, self.setup)
 
     def build_node(self) -> NodeSubmodule:
         context = SubmoduleContext(self.setup, self.checkpoint, torch.float32, torch.device("cpu"))
-        return build_submodule(find_card("llama"), NODE, context)
+        return build_submodule(self.card, NODE, context)
 
     def instance(self, tuning: Tuning, node: NodeSubmodule | None = None) -> Instance:
         built = self.build_node() if node is None else node

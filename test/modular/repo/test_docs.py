@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.doc_names import documents, exists, kind_of, literals, missing
+from support.instance import Tuning
 from support.repository import ROOT, relative
+from support.tiny_serving import TinyLlama
 
 ROADMAP = ROOT / "docs" / "roadmap.rst"
 PAGES = ("architecture", "adding_models", "models", "installation", "quickstart", "serving",
@@ -136,16 +138,29 @@ def test_a_right_name_is_found(name: str):
     assert exists(name)
 
 
-def _python_examples() -> list[str]:
-    found = []
-    for path in documents():
-        blocks = re.findall(r"^\.\. code-block:: python\n\n((?:   .*\n|\n)+)", path.read_text(), re.MULTILINE)
-        found += [textwrap.dedent(block) for block in blocks if "from mstar" in block]
-    return found
+def _python_blocks(path: Path) -> list[tuple[str, str]]:
+    """(caption or "", code) of each Python block of a page."""
+    pattern = r"^\.\. code-block:: python\n(?:   :caption: (\S+)\n)?\n((?:   .*\n|\n)+)"
+    return [(name, textwrap.dedent(code)) for name, code in re.findall(pattern, path.read_text(), re.MULTILINE)]
 
 
 def test_python_examples_of_the_package_run():
-    examples = _python_examples()
-    assert examples
+    blocks = [block for path in documents() for block in _python_blocks(path)]
+    examples = [code for _, code in blocks if "from mstar" in code]
+    assert len(examples) >= 3
     for example in examples:
-        exec(compile(example, "example", "exec"), {})
+        exec(compile(example, "example", "exec"), {"__name__": "example"})
+
+
+def test_the_model_of_the_guide_computes_what_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, code in _python_blocks(ROOT / "docs" / "adding_models.rst"):
+        if name:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    llama = TinyLlama(tmp_path / "checkpoint", "no_grouping_untied", card="my_model.model:CARD")
+    instance = llama.instance(Tuning())
+    prompts = [llama.prompt(length) for length in (1, 7, 20)]
+    results = [llama.submit(instance, str(rid), prompt, max_tokens=9) for rid, prompt in enumerate(prompts)]
+    instance.run()
+    assert [result.tokens for result in results] == [llama.greedy(prompt, 9) for prompt in prompts]
