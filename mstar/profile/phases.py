@@ -35,14 +35,6 @@ class PhaseClock(Protocol):
     def end(self, step_ended: bool) -> None: ...
 
 
-class NoPhaseClock:
-    """Measures nothing; the loop's default."""
-
-    def begin(self) -> None: ...
-    def mark(self, phase: str) -> None: ...
-    def end(self, step_ended: bool) -> None: ...
-
-
 class Tick(NamedTuple):
     """One tick in which a step ended. `cpu_ns`: CPU time of the loop thread by stage, all nine. `wait_ns`: what the
     stages of `WAITS` took beyond their CPU time, on the wall clock; never part of the work."""
@@ -51,19 +43,20 @@ class Tick(NamedTuple):
     wait_ns: Mapping[str, int]
 
 
-class PhaseRecorder:
-    """Keeps the stage times of the last `limit` ticks in which a step ended."""
+class _StageTimes:
+    """Charges time to stages: `cpu_ns` CPU time of the calling thread by stage, all nine; `wait_ns` what the stages of
+    `WAITS` took beyond it, on the wall clock."""
 
-    def __init__(self, limit: int = 4096) -> None:
-        self.ticks: deque[Tick] = deque(maxlen=limit)
-        self._cpu_ns: dict[str, int] = {}
-        self._wait_ns: dict[str, int] = {}
+    def __init__(self) -> None:
+        self._clear()
         self._cpu = 0
         self._wall = 0
 
+    def _clear(self) -> None:
+        self.cpu_ns: dict[str, int] = dict.fromkeys(PHASES, 0)
+        self.wait_ns: dict[str, int] = dict.fromkeys(sorted(WAITS), 0)
+
     def begin(self) -> None:
-        self._cpu_ns = dict.fromkeys(PHASES, 0)
-        self._wait_ns = dict.fromkeys(WAITS, 0)
         self._wall = time.monotonic_ns()
         self._cpu = time.thread_time_ns()
 
@@ -71,13 +64,38 @@ class PhaseRecorder:
         cpu = time.thread_time_ns()
         wall = time.monotonic_ns()
         spent = cpu - self._cpu
-        self._cpu_ns[phase] += spent
+        self.cpu_ns[phase] += spent
         if phase in WAITS:
-            self._wait_ns[phase] += max(0, wall - self._wall - spent)
+            self.wait_ns[phase] += max(0, wall - self._wall - spent)
         self._cpu = cpu
         self._wall = wall
+
+
+class PhaseTotals(_StageTimes):
+    """Sums over the worker's life: the loop's own clock, and what `/metrics` shows."""
+
+    def end(self, step_ended: bool) -> None:
+        """Ticks without a step count as well: their work is the loop's too."""
+
+    def gauges(self) -> dict[str, float]:
+        """Seconds of CPU time, and seconds waited for the device, by stage."""
+        cpu = {f'mstar_phase_cpu_seconds_total{{phase="{name}"}}': ns / 1e9 for name, ns in self.cpu_ns.items()}
+        waits = {f'mstar_phase_wait_seconds_total{{phase="{name}"}}': ns / 1e9 for name, ns in self.wait_ns.items()}
+        return cpu | waits
+
+
+class PhaseRecorder(_StageTimes):
+    """Keeps the stage times of the last `limit` ticks in which a step ended."""
+
+    def __init__(self, limit: int = 4096) -> None:
+        super().__init__()
+        self.ticks: deque[Tick] = deque(maxlen=limit)
+
+    def begin(self) -> None:
+        self._clear()
+        super().begin()
 
     def end(self, step_ended: bool) -> None:
         """A tick in which no step ended (start, idle) is dropped."""
         if step_ended:
-            self.ticks.append(Tick(self._cpu_ns, self._wait_ns))
+            self.ticks.append(Tick(self.cpu_ns, self.wait_ns))

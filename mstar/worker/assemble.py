@@ -21,7 +21,7 @@ from mstar.graph.program import CompiledGraph
 from mstar.graph.protocol import ReadyKey
 from mstar.graph.runtime import PyGraphRuntime
 from mstar.platforms.executor import DeviceExecutor
-from mstar.profile.phases import PhaseClock
+from mstar.profile.phases import PhaseClock, PhaseTotals
 from mstar.worker.admission import Admission
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
@@ -138,8 +138,11 @@ def assemble_worker(
     limits = StepLimits(settings.max_rows, settings.max_step_tokens)
     batch_with = {key: _batch_with(nodes[key.node], key) for key in keys}
 
+    totals = PhaseTotals()
+
     def gauges() -> dict[str, float]:
         return {
+            **totals.gauges(),
             **engine.gauges(),
             "mstar_handles": float(len(rids)),
             "mstar_running_rows": float(admission.num_admitted),
@@ -159,7 +162,7 @@ def assemble_worker(
         counters=StepCounters(gauges),
         age=StepAge(),
     )
-    return Worker(parts, overlap=settings.overlap, clock=clock), parts
+    return Worker(parts, overlap=settings.overlap, clock=totals if clock is None else clock), parts
 
 
 def _batch_with(node: NodeSubmodule, key: ReadyKey) -> frozenset[str]:

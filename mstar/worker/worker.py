@@ -18,7 +18,7 @@ from mstar.engine.engine import Engine
 from mstar.engine.execution import Step, StepPart, StepState
 from mstar.engine.submodule import StopDecision
 from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
-from mstar.profile.phases import NoPhaseClock, PhaseClock
+from mstar.profile.phases import PhaseClock
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
 from mstar.worker.micro_scheduler import MicroScheduler
@@ -49,10 +49,10 @@ class WorkerParts:
 class Worker:
     """See the module docstring. `overlap=False` runs the plain loop."""
 
-    def __init__(self, parts: WorkerParts, *, overlap: bool, clock: PhaseClock | None = None) -> None:
+    def __init__(self, parts: WorkerParts, *, overlap: bool, clock: PhaseClock) -> None:
         self._parts = parts
         self._overlap = overlap
-        self._clock: PhaseClock = clock if clock is not None else NoPhaseClock()
+        self._clock = clock
         self._cur: Step | None = None
         self._stops: list[tuple[StepPart, StopDecision]] = []
 

@@ -70,7 +70,7 @@ def test_routes_equal_the_routers():
 
 
 def test_metrics_equal_what_is_exported():
-    exporting = ("api_server", "worker", "engine", "conductor", "communication")
+    exporting = ("api_server", "profile", "worker", "engine", "conductor", "communication")
     sources = [path.read_text() for path in package_files() if path.relative_to(PACKAGE).parts[0] in exporting]
     exported = {name for source in sources for name in re.findall(r"[\"'](mstar_[a-z_]+)", source)}
     documented = {name.split("{")[0] for name in _first_cells("Metrics")}
