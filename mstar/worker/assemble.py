@@ -142,7 +142,6 @@ def assemble_worker(
 
     def gauges() -> dict[str, float]:
         return {
-            **totals.gauges(),
             **engine.gauges(),
             "mstar_handles": float(len(rids)),
             "mstar_running_rows": float(admission.num_admitted),
@@ -159,7 +158,7 @@ def assemble_worker(
         walks=walks,
         scheduler=MicroScheduler(graph, engine, limits, batch_with),
         teardown=teardown,
-        counters=StepCounters(gauges),
+        counters=StepCounters(gauges, totals.gauges),
         age=StepAge(),
     )
     return Worker(parts, overlap=settings.overlap, clock=totals if clock is None else clock), parts

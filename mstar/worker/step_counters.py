@@ -24,8 +24,12 @@ class StepCounters:
     """`speculated` steps were composed before the end of the step before them, by timestamps; `fresh` ones were not;
     `abandoned` ones were never submitted. `num_prefill_tokens`: prompt tokens that submitted steps computed."""
 
-    def __init__(self, gauges: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(
+        self, gauges: Callable[[], Mapping[str, float]], stage_times: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """`gauges`: what is held now. `stage_times`: where the loop's time went."""
         self._gauges = gauges
+        self._stage_times = stage_times
         self._steps_by_rows = [0] * (len(ROW_BOUNDS) + 1)
         self._num_rows = 0
         self._refreshed_ns = 0
@@ -60,6 +64,7 @@ class StepCounters:
         self._refreshed_ns = time.monotonic_ns()
         age.gauges = {
             **self._gauges(),
+            **self._stage_times(),
             **self._row_histogram(),
             "mstar_prefill_tokens_computed_total": float(self.num_prefill_tokens),
             'mstar_steps_total{kind="speculated"}': float(self.speculated),
