@@ -12,7 +12,15 @@ import numpy as np
 from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig
 from mstar.engine.step import AttentionStep, KVStep, PositionStep, Rows, SamplerStep, SubmoduleStep
-from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns, StopDecision
+from mstar.engine.submodule import (
+    LIVE_TOKEN,
+    EngineInputs,
+    NodeBatch,
+    NodeOutputs,
+    NodeSubmodule,
+    RowColumns,
+    StopDecision,
+)
 from mstar.layers.linear import pack_weights
 from mstar.layers.sampling import Sampler
 from mstar.model.llama.config import LlamaConfig
@@ -20,9 +28,6 @@ from mstar.model.llama.network import LlamaNetwork
 from mstar.model.loader.module_loading import LoadRules, RenameRule, StackRule, load_weights
 from mstar.model.loader.weights import iter_weights
 from mstar.model.submodule_context import SubmoduleContext
-
-LIVE_TOKEN = -1
-"""In `NodeBatch.token_ids`: read the row's live token."""
 
 
 class LlamaSubmodule(NodeSubmodule):

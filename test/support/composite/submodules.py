@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig, StaticInput
 from mstar.engine.step import AttentionStep, KVStep, PositionStep, Rows, SamplerStep, SubmoduleStep
-from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns, StopDecision
+from mstar.engine.submodule import (
+    LIVE_TOKEN,
+    EngineInputs,
+    NodeBatch,
+    NodeOutputs,
+    NodeSubmodule,
+    RowColumns,
+    StopDecision,
+)
 from mstar.layers.attention import SelfAttention
 from mstar.layers.embedding import OutputHead, TokenEmbedding
 from mstar.layers.linear import Linear, pack_weights
@@ -20,7 +28,6 @@ from mstar.model.loader.module_loading import LoadRules, RenameRule, StackRule, 
 from mstar.model.loader.weights import iter_weights
 from mstar.model.submodule_context import SubmoduleContext
 
-LIVE_TOKEN = -1
 Config = Mapping[str, int]
 
 
