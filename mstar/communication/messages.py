@@ -47,6 +47,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """End tokens of the model and of the request (the model's own are left out under ignore_eos)."""
 
 
+class MediaSpan(msgspec.Struct, array_like=True, frozen=True):
+    """Prompt tokens `start : start + length` stand for media: `digest` names its bytes and how they were prepared."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
 class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know of a request before its first walk."""
 
@@ -59,6 +67,12 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Loop limits by `LoopLimit` name."""
     parameters: bytes = b"{}"
     """The model's own request parameters, JSON of its `parameter_schema`."""
+    media: tuple[MediaSpan, ...] = ()
+    """What stands behind placeholder tokens, in order: equal ids with other media are another prefix."""
+    cache_salt: str = ""
+    """Prompts with different salts share no cached prefix."""
+    priority: int = 0
+    """Lower goes first."""
 
 
 class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -20,8 +20,9 @@ from mstar.engine.engine_config import EngineConfig
 from mstar.engine.execution import AdmitOutcome, Step, StepPart, StepState
 from mstar.engine.layer_handles import bind_layers
 from mstar.engine.node_runtime import NodeRuntime, build_node
+from mstar.engine.request_memory import RequestMemory
 from mstar.engine.resource_set import build_resources
-from mstar.engine.resources.base import OpenConfig, Resource
+from mstar.engine.resources.base import Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.staging import NoDeviceCopies, StepShape, fill_padding
@@ -66,52 +67,10 @@ class Engine:
         self._resources: list[Resource] = list(
             {key: r for own in resources.values() for key, r in own.items()}.values()
         )
+        self.memory = RequestMemory(self._resources, self._rows, config.max_seq_len)
+        """What requests hold here."""
 
-    # requests
-
-    def open(self, handle: int, config: OpenConfig) -> None:
-        """A request begins. Atomic: what raises leaves nothing open, and room promised before stays promised.
-
-        Raises:
-            ValueError: a resource cannot serve the request; the message is meant for the client.
-        """
-        if self._rows.is_open[handle]:
-            raise RuntimeError(f"handle {handle} is open")
-        opened: list[Resource] = []
-        try:
-            for resource in self._resources:
-                resource.open(handle, config)
-                opened.append(resource)
-        except ValueError:
-            for resource in opened:
-                resource.cancel_open(handle)
-            raise
-        self._rows.open(handle, config)
-
-    def close(self, handle: int) -> None:
-        """A request ends, opened or only promised room. No step may hold a row of it."""
-        for resource in self._resources:
-            resource.close(handle)
-        self._rows.close(handle)
-
-    def reserve(self, handle: int, num_tokens: int) -> bool:
-        """Promise room for `num_tokens` in every cache, or in none. `close` gives it back. More than `most_tokens` is
-        never granted."""
-        if num_tokens > self.most_tokens():
-            return False
-        promised: list[Resource] = []
-        for resource in self._resources:
-            if not resource.reserve(handle, num_tokens):
-                for earlier in promised:
-                    earlier.reserve(handle, 0)
-                return False
-            promised.append(resource)
-        return True
-
-    def most_tokens(self) -> int:
-        """Tokens that one request could ever hold."""
-        limits = [limit for resource in self._resources if (limit := resource.most_tokens()) is not None]
-        return min([self._config.max_seq_len, *limits])
+    # requests and nodes
 
     def max_rows(self, node: str) -> int:
         """Rows that one step of the node may have."""

@@ -44,6 +44,9 @@ class EngineConfig:
     `AUTO_CAPTURE_SIZES`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
     something other than the same node or the client receives them.
 
+    `prefix_cache`: full pages of prompts are kept and reused; `reuse_generated`: pages of generated tokens too.
+    `host_bytes[key]`: host memory that a cache may offload preempted requests to. `fingerprint` names the weights.
+
     `debug_poison` makes what must not be read unreadable: padding and freed pages hold NaN, static outputs and output
     slots are overwritten as soon as they may be. `guard_outputs=False` hands out the step's own buffers instead of
     copies; only a test that shows why copies are needed wants that.
@@ -59,6 +62,10 @@ class EngineConfig:
     backends: Mapping[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] | None = ()
     stored_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    prefix_cache: bool = True
+    reuse_generated: bool = False
+    host_bytes: Mapping[str, int] = field(default_factory=dict)
+    fingerprint: str = ""
     debug_poison: bool = False
     guard_outputs: bool = True
 

@@ -115,10 +115,12 @@ class Step:
 
 
 class AdmitOutcome(NamedTuple):
-    """Empty `refused`: everything is reserved. Otherwise nothing is, and these rows ran short of `resource`."""
+    """Empty `refused`: everything is reserved. Otherwise nothing is, and these rows ran short of `resource`, by
+    `missing` pages together."""
 
     refused: tuple[int, ...] = ()
     resource: str = ""
+    missing: int = 0
 
     @property
     def ok(self) -> bool:

@@ -71,7 +71,7 @@ def _announce(spec: ChildSpec, parts: WorkerParts, bus: Bus[ToWorker]) -> None:
     ready = Ready(
         rank=spec.rank,
         incarnation=spec.incarnation,
-        max_total_tokens=parts.engine.most_tokens() or 0,
+        max_total_tokens=parts.engine.memory.most_tokens() or 0,
     )
     bus.send(peer_name(FRONT_RANK), (hello, ready))
     bus.send(SUPERVISOR, (ready,))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from mstar.communication.messages import MediaSpan
 from mstar.graph.base import Walks
 from mstar.streaming.topology import PartitionTopology
 
@@ -77,11 +78,13 @@ class PromptRequest:
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """Output of `process_prompt`: token ids int32 [n] (or None), tensors bound as persisted signals by name, and model
-    facts for `next_walk` (`step_metadata`)."""
+    facts for `next_walk` (`step_metadata`). `media`: which tokens stand for media, and a digest of everything that
+    their features depend on; without it a prompt with tensor inputs shares no cached prefix."""
 
     token_ids: np.ndarray | None
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     step_metadata: Mapping[str, int | float | str | bool] = field(default_factory=dict)
+    media: tuple[MediaSpan, ...] = ()
 
 
 class PartitionPlan(NamedTuple):

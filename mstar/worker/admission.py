@@ -35,7 +35,7 @@ class Admission:
 
     def check(self, request: Request) -> None:
         """Refuse at once what can never fit."""
-        most = self._engine.most_tokens()
+        most = self._engine.memory.most_tokens()
         if most is not None and request.max_total_tokens > most:
             raise RequestRefused(
                 f"the request needs room for {request.max_total_tokens} tokens ({request.num_prompt_tokens} of the "
@@ -50,7 +50,7 @@ class Admission:
         """Requests at the head of the line that now have their room, which each keeps until it leaves."""
         while self._line and self.num_admitted < self._max_rows:
             request = self._line[0]
-            if not self._engine.reserve(request.handle, request.max_total_tokens):
+            if not self._engine.memory.reserve(request.handle, request.max_total_tokens):
                 return
             self._line.popleft()
             request.admitted = True
@@ -65,7 +65,7 @@ class Admission:
         """
         config = OpenConfig(request.open.sampling, request.prompt_ids, request.max_total_tokens)
         try:
-            self._engine.open(request.handle, config)
+            self._engine.memory.open(request.handle, config)
         except ValueError as error:
             raise RequestRefused(str(error), 400) from error
         request.opened = True
@@ -76,5 +76,5 @@ class Admission:
 
     def leave(self, request: Request) -> None:
         """Give back what an admitted request holds."""
-        self._engine.close(request.handle)
+        self._engine.memory.close(request.handle)
         self.num_admitted -= 1

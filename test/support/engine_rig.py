@@ -79,8 +79,8 @@ class EngineRig:
     def open(self, handle: int, prompt: Sequence[int], params: SamplingParams = GREEDY) -> None:
         ids = np.array(prompt, np.int32)
         total = ids.size + params.max_tokens
-        assert self.engine.reserve(handle, total)
-        self.engine.open(handle, OpenConfig(params, ids, total))
+        assert self.engine.memory.reserve(handle, total)
+        self.engine.memory.open(handle, OpenConfig(params, ids, total))
         self.out[handle] = []
 
     def arm(self, *parts: TakenRows) -> Step:
@@ -139,7 +139,7 @@ class EngineRig:
 
     def close_all(self) -> None:
         for handle in list(self.out):
-            self.engine.close(handle)
+            self.engine.memory.close(handle)
         self.check()
 
     def check(self) -> None:

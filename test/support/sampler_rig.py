@@ -55,10 +55,10 @@ class SamplerRig:
 
     def open(self, handle: int, prompt: Sequence[int] = (), **params: object) -> None:
         sampling = SamplingParams(**{"max_tokens": 100, **params})  # type: ignore[arg-type]
-        self.rig.engine.open(handle, OpenConfig(sampling, np.array(prompt, np.int32), 1000))
+        self.rig.engine.memory.open(handle, OpenConfig(sampling, np.array(prompt, np.int32), 1000))
 
     def close(self, handle: int) -> None:
-        self.rig.engine.close(handle)
+        self.rig.engine.memory.close(handle)
 
     def step(self, rows: Mapping[int, Tensor], kept: np.ndarray | None = None) -> Step:
         self.node.logits = torch.stack(list(rows.values()))

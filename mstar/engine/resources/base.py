@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from mstar.communication.messages import SamplingParams
+from mstar.communication.messages import MediaSpan, SamplingParams
 from mstar.engine.execution import AdmitOutcome, StepOutputs
 from mstar.engine.step import ResourceStep, Rows
 from mstar.engine.transaction import Transaction
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 
 class OpenConfig(NamedTuple):
-    """What a resource learns of a request: its sampling, its prompt length and the most tokens it may ever hold."""
+    """What a resource learns of a request: its sampling, its prompt and the most tokens it may ever hold; and what its
+    prompt's bytes in a cache depend on besides its ids. `has_inputs`: it comes with tensors, by signal name."""
 
     sampling: SamplingParams
     prompt_ids: np.ndarray | None
     max_total_tokens: int
+    media: tuple[MediaSpan, ...] = ()
+    cache_salt: str = ""
+    has_inputs: bool = False
 
 
 class StepContext(NamedTuple):

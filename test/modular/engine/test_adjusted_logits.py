@@ -184,12 +184,12 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_leaves_nothing(params: d
 
 def test_a_refused_request_keeps_its_promise_until_it_is_closed():
     rig = EngineRig(num_pages={"kv": 10})
-    assert rig.engine.reserve(0, 40)
+    assert rig.engine.memory.reserve(0, 40)
     with pytest.raises(ValueError, match="prompt: token id 61"):
-        rig.engine.open(0, OpenConfig(SamplingParams(), np.array([3, 61], np.int32), 40))
-    assert not rig.engine.reserve(1, 4)
-    rig.engine.close(0)
-    assert rig.engine.reserve(1, 40)
+        rig.engine.memory.open(0, OpenConfig(SamplingParams(), np.array([3, 61], np.int32), 40))
+    assert not rig.engine.memory.reserve(1, 4)
+    rig.engine.memory.close(0)
+    assert rig.engine.memory.reserve(1, 40)
 
 
 PENALTIES = [

@@ -79,7 +79,7 @@ def test_a_row_hook_that_raises_fails_its_row():
     assert step.handles.tolist() == [0, 1, 2]  # they go back where they came from
     with pytest.raises(RuntimeError, match="without failed rows"):
         rig.engine.admit(step)
-    rig.engine.close(2)
+    rig.engine.memory.close(2)
     del rig.out[2]
     rig.prefill(0, 1)
     assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 1)
@@ -221,7 +221,7 @@ def test_caches_share_the_memory_by_page_size():
     plan = {row.name: row for row in plan_memory([two], config)}
     assert plan["a"].num_bytes == 5 * big and plan["b"].num_bytes == 5 * small
     assert "4 pages of 4 tokens" in plan["a"].detail  # one more is the sink
-    assert engine.most_tokens() == 16
+    assert engine.memory.most_tokens() == 16
 
 
 def test_scheduling_facts():

@@ -40,7 +40,7 @@ def test_rows_come_and_go_in_two_part_steps():
     step = rig.run(take("decode", [7]), take("prefill", [4, 2]))
     assert [(part.taken.key.walk, part.begin, part.end) for part in step.parts] == [("decode", 0, 1), ("prefill", 1, 3)]
     rig.decode(2, 7, 4)
-    rig.engine.close(7)
+    rig.engine.memory.close(7)
     rig.open(7, PROMPTS[3])  # the handle and its pages are another request's now
     del rig.out[7]
     rig.out[7] = []

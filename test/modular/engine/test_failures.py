@@ -28,7 +28,7 @@ def test_an_exception_in_a_forward_fails_its_rows_and_nobody_else(threaded: bool
     assert isinstance(step.error, ValueError)
     assert rig.engine.check_stop(step) == []
     for handle in (1, 3):
-        rig.engine.close(handle)
+        rig.engine.memory.close(handle)
         del rig.out[handle]
     rig.decode(0, 2)
     assert rig.out[2] == rig.decoder.reference_greedy(PROMPTS[2], 2)
@@ -47,7 +47,7 @@ def test_nan_logits_fail_their_row_and_the_row_planned_ahead_is_harmless():
     rig.end(cur)
     assert cur.failed.keys() == {1}
     rig.engine.abandon(nxt)
-    rig.engine.close(1)
+    rig.engine.memory.close(1)
     del rig.out[1]
     for _ in range(5):
         rig.decode(0, 2)

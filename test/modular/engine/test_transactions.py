@@ -56,7 +56,7 @@ def test_abandon_after_another_request_has_left():
     """What others give back in between stays given back."""
     rig = ready_rig()
     step = rig.arm(take("decode", [0, 1]))
-    rig.engine.close(2)
+    rig.engine.memory.close(2)
     rig.engine.abandon(step)
     del rig.out[2]
     rig.decode(0, 1)
@@ -116,7 +116,7 @@ def test_a_refusal_says_who_and_changes_nothing():
     """Room for ten pages of four tokens; three requests that nobody promised anything."""
     rig = EngineRig(num_pages={"kv": 10})
     for handle, length in ((0, 16), (1, 16), (2, 12)):
-        rig.engine.open(handle, OpenConfig(GREEDY, np.arange(length, dtype=np.int32), 64))
+        rig.engine.memory.open(handle, OpenConfig(GREEDY, np.arange(length, dtype=np.int32), 64))
     before = columns(rig)
     step, _ = rig.engine.build([take("prefill", [0, 1, 2])])
     assert step is not None
@@ -131,23 +131,23 @@ def test_promised_room_is_never_refused():
     rig = EngineRig(num_pages={"kv": 20})
     rig.open(0, list(range(8)))  # 8 + 24 tokens: 8 pages
     rig.open(1, list(range(8)))
-    assert not rig.engine.reserve(2, 32)
-    assert rig.engine.reserve(2, 16)
+    assert not rig.engine.memory.reserve(2, 32)
+    assert rig.engine.memory.reserve(2, 16)
     rig.generate([0, 1], 24)
     assert rig.engine.gauges() == {
         'mstar_pages{pool="kv",state="free"}': 20.0 - 16,
         'mstar_pages{pool="kv",state="owned"}': 16.0,
     }
-    rig.engine.close(2)
+    rig.engine.memory.close(2)
     rig.close_all()
 
 
 def test_no_request_gets_more_than_the_pool_or_a_row_can_hold():
-    assert EngineRig(num_pages={"kv": 5}).engine.most_tokens() == 20
+    assert EngineRig(num_pages={"kv": 5}).engine.memory.most_tokens() == 20
     rig = EngineRig(num_pages={"kv": 500})
-    assert rig.engine.most_tokens() == 64
-    assert rig.engine.reserve(0, 64)
-    assert not rig.engine.reserve(1, 65)
+    assert rig.engine.memory.most_tokens() == 64
+    assert rig.engine.memory.reserve(0, 64)
+    assert not rig.engine.memory.reserve(1, 65)
 
 
 class Broken(Exception):
@@ -192,11 +192,11 @@ class EngineMachine(RuleBasedStateMachine):
         if handle in self.prompts:
             return
         prompt = [(7 * handle + 3 * i) % 61 for i in range(length)]
-        if not self.rig.engine.reserve(handle, length + tokens):
+        if not self.rig.engine.memory.reserve(handle, length + tokens):
             return
         ids = np.array(prompt, np.int32)
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
-        self.rig.engine.open(handle, OpenConfig(params, ids, length + tokens))
+        self.rig.engine.memory.open(handle, OpenConfig(params, ids, length + tokens))
         self.rig.out[handle] = []
         self.prompts[handle] = prompt
         self.waiting.add(handle)
@@ -234,7 +234,7 @@ class EngineMachine(RuleBasedStateMachine):
     def close(self, handle: int) -> None:
         self.land()
         if handle in self.prompts:
-            self.rig.engine.close(handle)
+            self.rig.engine.memory.close(handle)
             prompt, out = self.prompts.pop(handle), self.rig.out.pop(handle)
             self.waiting.discard(handle)
             assert out == self.rig.decoder.reference_greedy(prompt, len(out))
