@@ -19,10 +19,12 @@ class Section(BaseModel):
 
 class ResourceTuning(Section):
     """Size of one resource, by its key. At most one of `num_pages` and `memory_fraction`; neither: on a CPU the smaller
-    of 4 GiB and a quarter of the free memory."""
+    of 4 GiB and a quarter of the free memory. `host_bytes`: memory of the host that a cache may move preempted requests
+    to, beside its own; 0: none."""
 
     num_pages: Annotated[int, Field(ge=2)] | None = None
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    host_bytes: Annotated[int, Field(ge=0)] = 0
     backend: str | None = None
 
     @model_validator(mode="after")
@@ -30,6 +32,14 @@ class ResourceTuning(Section):
         if self.num_pages is not None and self.memory_fraction is not None:
             raise ValueError("give num_pages or memory_fraction, not both")
         return self
+
+
+class PrefixCacheConfig(Section):
+    """`enabled`: full pages of prompts stay after their request, and later prompts that begin alike use them instead of
+    computing them. `reuse_generated`: pages of generated tokens too."""
+
+    enabled: bool = True
+    reuse_generated: bool = False
 
 
 class SchedulerConfig(Section):
@@ -83,6 +93,7 @@ class DeploymentConfig(Section):
     max_seq_len: Annotated[int, Field(ge=2)] | None = None
     num_threads: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     resources: dict[str, ResourceTuning] = {}
+    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     capture: CaptureConfig = CaptureConfig()
     server: ServerConfig = ServerConfig()

@@ -161,6 +161,8 @@ def _check_tuning(resource: ResourceSpec, tuning: ResourceTuning) -> None:
         for size in ("num_pages", "memory_fraction"):
             if getattr(tuning, size) is not None:
                 raise ConfigError(f"{name}.{size}: {resource.key} is no cache and has no size to choose")
+        if tuning.host_bytes:
+            raise ConfigError(f"{name}.host_bytes: {resource.key} is no cache and has nothing to move to the host")
     if tuning.backend is not None:
         if not isinstance(resource, AttentionSpec):
             raise ConfigError(f"{name}.backend: {resource.key} has no backends to choose from")

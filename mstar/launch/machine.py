@@ -55,9 +55,10 @@ def engine_config(
     capacity: int,
     stored_signals: Mapping[str, frozenset[str]],
     weight_bytes: int,
+    fingerprint: str,
 ) -> EngineConfig:
     """Sizes of the engine's resources on one worker, which hosts the nodes of `specs` and is about to load their
-    weights. Caches without a size of their own share what is left for caches."""
+    weights, which `fingerprint` names. Caches without a size of their own share what is left for caches."""
     caches = {resource.key for spec in specs for resource in spec.resources if isinstance(resource, PagedKVSpec)}
     pages = {
         key: tuning.num_pages
@@ -75,6 +76,10 @@ def engine_config(
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),
         stored_signals=stored_signals,
+        prefix_cache=config.prefix_cache.enabled,
+        reuse_generated=config.prefix_cache.reuse_generated,
+        host_bytes={key: t.host_bytes for key, t in config.resources.items() if key in caches and t.host_bytes},
+        fingerprint=fingerprint,
     )
 
 

@@ -71,6 +71,7 @@ def build_rank(
         settings.capacity,
         compiled.stored_signals(place.rank),
         weight_bytes=sum(row.num_bytes for row in weights),
+        fingerprint=checkpoint_fingerprint(deployment),
     )
     announce([*weights, *plan_memory(specs, sizes)])
     nodes = load_nodes(deployment, compiled, place.rank, progress)
@@ -112,3 +113,9 @@ def _weights(deployment: Deployment, nodes: Sequence[str]) -> list[PlanRow]:
     name = str(dtype).removeprefix("torch.")
     detail = f"{count / 1e6:,.1f} M parameters of the checkpoint in {name}, for {', '.join(nodes)}"
     return [PlanRow("weights", detail, count * dtype.itemsize)]
+
+
+def checkpoint_fingerprint(deployment: Deployment) -> str:
+    """What names the weights in cache keys; empty for a model without a checkpoint."""
+    checkpoint = deployment.checkpoint()
+    return "" if checkpoint is None else checkpoint.fingerprint()

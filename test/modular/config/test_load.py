@@ -29,6 +29,11 @@ def test_file_values_win_over_defaults_and_overrides_win_over_the_file(tmp_path)
             "server.port: Input should be less than or equal to 65535 (found 70000)",
         ),
         ({"model": "m", "resources": {"kv": {"num_pages": 9, "memory_fraction": 0.5}}}, "not both"),
+        ({"model": "m", "resources": {"kv": {"host_bytes": -1}}}, "resources.kv.host_bytes: Input should be greater"),
+        (
+            {"model": "m", "prefix_cache": {"reuse_generate": True}},
+            "prefix_cache.reuse_generate: unknown key; did you mean 'reuse_generated'?",
+        ),
         ({"checkpoint": "x"}, "model: Field required"),
         ({"model": "m", "node_groups": [{"node_names": ["A"], "ranks": [1]}]}, "must count from 0 without a gap"),
     ],

@@ -30,6 +30,7 @@ REFUSED = [
     ({"resources": {"cache": {"num_pages": 8}}}, "the model has no resource cache; it has attn, kv, rope, sampler"),
     ({"resources": {"rope": {"num_pages": 8}}}, "resources.rope.num_pages: rope is no cache"),
     ({"resources": {"sampler": {"memory_fraction": 0.1}}}, "resources.sampler.memory_fraction"),
+    ({"resources": {"attn": {"host_bytes": 1}}}, "resources.attn.host_bytes: attn is no cache"),
     ({"resources": {"kv": {"backend": "cpu"}}}, "resources.kv.backend: kv has no backends"),
     ({"resources": {"attn": {"backend": "fast"}}}, "resources.attn.backend: 'fast' is unknown (known: cpu, torch_ref)"),
 ]
@@ -50,6 +51,8 @@ def test_what_does_not_fit_the_model_is_refused_by_key(checkpoint, tmp_path, val
         {"max_seq_len": 256},
         {"node_groups": [{"node_names": ["LLM"], "ranks": [0]}]},
         {"resources": {"kv": {"num_pages": 8}, "attn": {"backend": "torch_ref"}}},
+        {"resources": {"kv": {"host_bytes": 0}, "attn": {"host_bytes": 0}}},
+        {"resources": {"kv": {"host_bytes": 1 << 40}}, "prefix_cache": {"enabled": False, "reuse_generated": True}},
     ],
 )
 def test_the_legal_neighbours_are_taken(checkpoint, tmp_path, values):
