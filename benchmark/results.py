@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,3 +45,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     middle = len(ordered) // 2
     median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
     return {"median": round(median, 4), "min": round(ordered[0], 4), "max": round(ordered[-1], 4)}
+
+
+def load_average() -> float:
+    """Runnable threads of this machine over the last minute: what else a measurement had to share it with."""
+    return round(os.getloadavg()[0], 2)
