@@ -241,6 +241,11 @@ class GraphRuntime(Protocol):
         """Rows return to the front of the key's queue in their old order, stream chunks to their buffers."""
         ...
 
+    def carriable(self, key: ReadyKey, rows: Sequence[int]) -> list[int]:
+        """Rows of a running (key, rows) that may go on with the run they are in, because their step computes only a
+        part of it: those that no gate holds. They stay in the step; nothing changes here."""
+        ...
+
     def speculate_node(self, key: ReadyKey, rows: Sequence[int]) -> list[SpecTarget]:
         """Rows of a running (key, rows) that would go on inside the same walk; never past an end the host knows
         (loop limits), never a disabled pair, never a gated row. Whether a node's loop-back is live is learned from its

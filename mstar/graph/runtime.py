@@ -136,6 +136,9 @@ class PyGraphRuntime:
     def give_back(self, key: ReadyKey, rows: Sequence[int]) -> None:
         self._steps.give_back(key, list(rows))
 
+    def carriable(self, key: ReadyKey, rows: Sequence[int]) -> list[int]:
+        return self._steps.carriable(key, rows)
+
     def speculate_node(self, key: ReadyKey, rows: Sequence[int]) -> list[SpecTarget]:
         return self._speculations.targets(key, rows)
 

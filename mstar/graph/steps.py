@@ -57,6 +57,18 @@ class Steps:
                 self._turns.desk.give_back(row, node)
             self._ready.put_back(row, node)
 
+    def carriable(self, key: ReadyKey, handles: Sequence[int]) -> list[int]:
+        entry = self._keys.entry(key)
+        bit, program, table = entry.node.bit, entry.program, entry.rows
+        return [
+            handle
+            for handle in handles
+            if (row := table.get(handle)) is not None
+            and row.running & bit
+            and not row.gates
+            and row.program is program
+        ]
+
     def complete(self, key: ReadyKey, handles: list[int], ids: Mapping[str, Sequence[int]]) -> None:
         entry = self._keys.entry(key)
         node = entry.node
