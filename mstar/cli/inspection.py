@@ -17,6 +17,7 @@ from mstar.cli.errors import UNUSABLE, show_error
 from mstar.cli.progress import ProgressBars
 from mstar.cli.targets import config_for
 from mstar.config.load import shipped_configs
+from mstar.config.schema import DeploymentConfig
 from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.model.registry import CARDS
 from mstar.platforms import current_platform
@@ -100,4 +101,15 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
     console.print(f"{file}: {found}", markup=False, highlight=False, soft_wrap=True)
     for rank in range(config.num_workers):
         console.print(f"  worker {rank}: {', '.join(compiled.nodes_on(rank))}", markup=False, highlight=False)
+    console.print(f"  prefix cache: {_prefix_cache(config)}", markup=False, highlight=False)
+    for key, tuning in config.resources.items():
+        if tuning.host_bytes:
+            host = f"up to {tuning.host_bytes / 2**30:.2f} GiB of host memory for preempted requests"
+            console.print(f"  {key}: {host}", markup=False, highlight=False, soft_wrap=True)
     return True
+
+
+def _prefix_cache(config: DeploymentConfig) -> str:
+    if not config.prefix_cache.enabled:
+        return "off"
+    return "prompts and generated tokens" if config.prefix_cache.reuse_generated else "prompts"

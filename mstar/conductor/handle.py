@@ -241,6 +241,9 @@ class ConductorHandle:
                 inputs=inputs,
                 limits=limits,
                 parameters=parameters,
+                media=prompt.media,
+                cache_salt=request.cache_salt,
+                priority=request.priority,
             )
             record = RequestRecord(
                 rid=f"{self._run_tag}-{next(self._numbers):x}",

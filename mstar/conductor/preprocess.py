@@ -145,9 +145,9 @@ class PreprocessPool:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait((framed(job), answer))
         match await answer:
-            case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata):
+            case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata, media=media):
                 arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
-                return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata)
+                return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media)
             case PromptRefused(message=message):
                 param = "messages" if prompt.kind == "chat" else "prompt"
                 raise RefusedError(Failure(400, "invalid_prompt", message, param=param))

@@ -6,7 +6,7 @@ import struct
 
 import msgspec
 
-from mstar.communication.messages import HostTensor
+from mstar.communication.messages import HostTensor, MediaSpan
 
 LENGTH = struct.Struct("<I")
 
@@ -38,6 +38,7 @@ class PromptDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     token_ids: HostTensor | None
     inputs: dict[str, HostTensor]
     step_metadata: dict[str, int | float | str | bool]
+    media: tuple[MediaSpan, ...] = ()
 
 
 class PromptRefused(msgspec.Struct, tag=True, frozen=True):

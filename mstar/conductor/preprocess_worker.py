@@ -67,6 +67,7 @@ def run_job(model: Model, job: PromptJob) -> Reply:
             token_ids=None if prompt.token_ids is None else from_numpy(prompt.token_ids),
             inputs={name: from_numpy(array) for name, array in prompt.inputs.items()},
             step_metadata=dict(prompt.step_metadata),
+            media=tuple(prompt.media),
         )
     except ValueError as error:
         return PromptRefused(str(error))

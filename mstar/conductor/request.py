@@ -34,8 +34,9 @@ class GenerateRequest:
     `sampling` is the same for all choices, except that the conductor sets `seed` (from `seed` and i) and `max_tokens`.
     `max_tokens=None` grants the rest of the context. `clamps_max_tokens`: the client did not ask for `max_tokens`, so
     it may be cut to the rest of the context instead of refusing the request; else `max_tokens_name` is the field that
-    the client used. `request_id` is the client's name for the
-    request, for logs; it need not be unique.
+    the client used. `request_id` is the client's name for the request, for logs; it need not be unique. A lower
+    `priority` is served sooner. Prompts of different `cache_salt` share no cached prefix. `timeout_s`: longest time
+    from submission to the end (None: the server's).
     """
 
     request_id: str
@@ -47,6 +48,9 @@ class GenerateRequest:
     clamps_max_tokens: bool = False
     max_tokens_name: str = "max_tokens"
     parameters: BaseModel = field(default_factory=NoParameters)
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float | None = None
 
     @property
     def num_results(self) -> int:

@@ -100,7 +100,9 @@ class LocalInstance:
             ]
             parts.inbox.apply(peers)
 
-    def submit(self, prompt: PreparedPrompt, sampling: SamplingParams) -> LocalRequest:
+    def submit(
+        self, prompt: PreparedPrompt, sampling: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+    ) -> LocalRequest:
         """Start a request. `prompt` comes from the model's `process_prompt`."""
         plan = self.model.plan_walks(prompt, sampling.max_tokens)
         if plan is None:
@@ -116,6 +118,9 @@ class LocalInstance:
             prompt_ids=None if prompt.token_ids is None else host_tensors.from_numpy(prompt.token_ids),
             inputs={name: host_tensors.from_numpy(value) for name, value in prompt.inputs.items()},
             limits=dict(plan.limits),
+            media=prompt.media,
+            cache_salt=cache_salt,
+            priority=priority,
         )
         self._requests[rid] = request
         ranks = sorted({rank for _, rank in request.waiting})

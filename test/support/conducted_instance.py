@@ -85,6 +85,7 @@ class ConductedInstance:
             sampling=SamplingParams(max_tokens=max_tokens),
             inputs={name: host_tensors.from_numpy(array) for name, array in prompt.inputs.items()},
             limits=limits,
+            media=prompt.media,
         )
         heard = self.heard[rid] = Heard(stream)
         self.conductor.start(record, opening)

@@ -72,7 +72,15 @@ class FrontBooks:
         """Every request has ended."""
         return all(result.done for result in self.results.values())
 
-    def submit(self, rid: str, prompt: PreparedPrompt, sampling: SamplingParams = GREEDY) -> Result:
+    def submit(
+        self,
+        rid: str,
+        prompt: PreparedPrompt,
+        sampling: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Result:
         """Start a request as the front would: open it everywhere, then start every partition on its workers."""
         plan = self.model.plan_walks(prompt, sampling.max_tokens)
         assert plan is not None
@@ -81,6 +89,9 @@ class FrontBooks:
             prompt_ids=None if prompt.token_ids is None else host_tensors.from_numpy(prompt.token_ids),
             inputs={name: host_tensors.from_numpy(array) for name, array in prompt.inputs.items()},
             limits=dict(plan.limits),
+            media=prompt.media,
+            cache_salt=cache_salt,
+            priority=priority,
         )
         result = self.results[rid] = Result(rid, opening=opening)
         for partition, walks in plan.partitions:

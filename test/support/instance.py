@@ -180,8 +180,16 @@ class Instance:
 
         engine.submit = recording
 
-    def submit(self, rid: str, prompt: PreparedPrompt, sampling: SamplingParams = GREEDY) -> Result:
-        return self._books.submit(rid, prompt, sampling)
+    def submit(
+        self,
+        rid: str,
+        prompt: PreparedPrompt,
+        sampling: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Result:
+        return self._books.submit(rid, prompt, sampling, priority=priority, cache_salt=cache_salt)
 
     def abort(self, rid: str) -> None:
         self._books.abort(rid)

@@ -102,8 +102,16 @@ class WorkerProcesses:
         self._supervisor.close()
         self._instance.close()
 
-    def submit(self, rid: str, prompt: PreparedPrompt, sampling: SamplingParams = GREEDY) -> Result:
-        return self.books.submit(rid, prompt, sampling)
+    def submit(
+        self,
+        rid: str,
+        prompt: PreparedPrompt,
+        sampling: SamplingParams = GREEDY,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> Result:
+        return self.books.submit(rid, prompt, sampling, priority=priority, cache_salt=cache_salt)
 
     def run(self, timeout_s: float = 120.0) -> dict[str, Result]:
         """Until every request is done."""

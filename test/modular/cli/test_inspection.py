@@ -72,6 +72,23 @@ def test_check_lists_workers_and_their_nodes(composite, tmp_path):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({}, "  prefix cache: prompts\n"),
+        ({"prefix_cache": {"enabled": False, "reuse_generated": True}}, "  prefix cache: off\n"),
+        ({"prefix_cache": {"reuse_generated": True}}, "  prefix cache: prompts and generated tokens\n"),
+        ({"resources": {"kv": {"host_bytes": 3 << 29}}}, "  kv: up to 1.50 GiB of host memory"),
+    ],
+)
+def test_check_shows_what_is_kept_and_moved(checkpoint, tmp_path, values: dict, said: str):
+    path = deployment_file(tmp_path, model="llama", checkpoint=str(checkpoint), **values)
+    result = command("check", path)
+    assert result.exit_code == 0, result.output
+    assert said in result.stdout
+    assert ("host memory" in result.stdout) == ("resources" in values)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
         ({"schedular": {"max_rows": 3}}, "schedular: unknown key; did you mean 'scheduler'?"),
         ({"server": {"port": 70000}}, "server.port: Input should be less than or equal to 65535 (found 70000)"),
         ({"server": {"served_names": "[/x]"}}, "server.served_names: Input should be a valid tuple (found '[/x]')"),

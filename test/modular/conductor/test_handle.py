@@ -94,6 +94,27 @@ def test_arrays_limits_and_seeds_reach_the_worker():
     with_handle(use)
 
 
+def test_media_salt_and_priority_reach_the_worker():
+    """Equal ids with other media must be told apart by the digest; equal media must not."""
+
+    async def use(handle: ConductorHandle, rig: ConductorRig) -> None:
+        variants = [MEDIA, MEDIA.copy(), MEDIA + 1, np.repeat(MEDIA, 2, axis=0)]
+        prompts = [PromptInput("native", token_ids=(5,), inputs={"media": m, "latent": LATENT}) for m in variants]
+        stream = handle.submit(request(*prompts, cache_salt="ours", priority=-7))
+        same, again, other, longer = (opening.media for opening in await openings(rig, 4))
+        assert [(span.start, span.length) for span in (*same, *other, *longer)] == [(0, 1), (0, 1), (0, 2)]
+        assert same == again
+        assert len({span.digest for span in (*same, *other, *longer)}) == 3
+        handle.abort(stream)
+
+        stream = handle.submit(request(native(5), cache_salt="ours", priority=-7))
+        (opened,) = await openings(rig, 1)
+        assert (opened.cache_salt, opened.priority) == ("ours", -7)
+        handle.abort(stream)
+
+    with_handle(use)
+
+
 def test_what_the_model_refuses_is_a_failure_of_the_stream():
     async def use(handle: ConductorHandle, rig: ConductorRig) -> None:
         stream = handle.submit(request(native(5), native(10_000)))

@@ -1,11 +1,13 @@
 """Declarations of the tiny composite model: two partitions, five walks, a nested loop, a stream. No torch."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from support.composite.declarations import AUDIO, CODEC, CODES, ENCODER, FLOW, FRAME, LLM, MAIN, MEDIA_TOKEN
 
+from mstar.communication.messages import MediaSpan
 from mstar.engine.spec import AttentionSpec, NodeResourceSpec, PagedKVSpec, RotarySpec, SamplerSpec
 from mstar.graph.base import (
     EMIT_TO_CLIENT,
@@ -29,6 +31,9 @@ CARD = ModelCard(
     modalities_in=("text", "image"),
     modalities_out=("text", "image", "audio"),
 )
+
+ROWS_PER_TOKEN = 2
+"""Rows of media that one feature is made from."""
 
 
 def _persist(name: str) -> GraphEdge:
@@ -140,9 +145,12 @@ class CompositeModel(Model):
         ids = request.token_ids or ()
         if not ids or any(not 0 <= token < self._size("vocab_size") or token == MEDIA_TOKEN for token in ids):
             raise ValueError(f"prompt ids lie in 0 to {self._size('vocab_size') - 1}, without {MEDIA_TOKEN}")
-        places = np.full(len(media) // 2, MEDIA_TOKEN, np.int32)
+        places = np.full(len(media) // ROWS_PER_TOKEN, MEDIA_TOKEN, np.int32)
+        span = MediaSpan(0, len(places), _digest(media))
         return PreparedPrompt(
-            np.concatenate([places, np.asarray(ids, np.int32)]), inputs={"media": media, "latent": latent}
+            np.concatenate([places, np.asarray(ids, np.int32)]),
+            inputs={"media": media, "latent": latent},
+            media=(span,),
         )
 
     def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan:
@@ -154,6 +162,13 @@ class CompositeModel(Model):
 
     def _size(self, name: str) -> int:
         return int(self.setup.config[name])
+
+
+def _digest(media: np.ndarray) -> bytes:
+    """Of everything that the features depend on: the bytes, how they are read, and how they are prepared."""
+    digest = hashlib.blake2b(media.tobytes(), digest_size=16)
+    digest.update(repr((media.dtype.str, media.shape, ROWS_PER_TOKEN)).encode())
+    return digest.digest()
 
 
 def _floats(inputs: Mapping[str, Any], name: str) -> np.ndarray:
