@@ -67,7 +67,12 @@ class Engine:
         self._resources: list[Resource] = list(
             {key: r for own in resources.values() for key, r in own.items()}.values()
         )
-        self.memory = RequestMemory(self._resources, self._rows, config.max_seq_len)
+        self.memory = RequestMemory(
+            self._resources,
+            {name: node.cache for name, node in self._nodes.items() if node.cache is not None},
+            self._rows,
+            config.max_seq_len,
+        )
         """What requests hold here."""
 
     # requests and nodes

@@ -44,13 +44,14 @@ class Admission:
             )
 
     def join(self, request: Request) -> None:
+        self._engine.memory.introduce(request.handle, _config(request))
         self._line.append(request)
 
     def admitted(self) -> Iterator[Request]:
         """Requests at the head of the line that now have their room, which each keeps until it leaves."""
         while self._line and self.num_admitted < self._max_rows:
             request = self._line[0]
-            if not self._engine.memory.reserve(request.handle, request.max_total_tokens):
+            if not self._engine.memory.reserve(request.handle):
                 return
             self._line.popleft()
             request.admitted = True
@@ -63,9 +64,8 @@ class Admission:
         Raises:
             RequestRefused: a resource cannot serve it.
         """
-        config = OpenConfig(request.open.sampling, request.prompt_ids, request.max_total_tokens)
         try:
-            self._engine.memory.open(request.handle, config)
+            self._engine.memory.open(request.handle, _config(request))
         except ValueError as error:
             raise RequestRefused(str(error), 400) from error
         request.opened = True
@@ -73,8 +73,21 @@ class Admission:
     def withdraw(self, request: Request) -> None:
         """A request that leaves before its turn gives up its place at once."""
         self._line.remove(request)
+        self._engine.memory.close(request.handle)
 
     def leave(self, request: Request) -> None:
         """Give back what an admitted request holds."""
         self._engine.memory.close(request.handle)
         self.num_admitted -= 1
+
+
+def _config(request: Request) -> OpenConfig:
+    opened = request.open
+    return OpenConfig(
+        sampling=opened.sampling,
+        prompt_ids=request.prompt_ids,
+        max_total_tokens=request.max_total_tokens,
+        media=opened.media,
+        cache_salt=opened.cache_salt,
+        has_inputs=bool(opened.inputs),
+    )

@@ -79,8 +79,10 @@ class EngineRig:
     def open(self, handle: int, prompt: Sequence[int], params: SamplingParams = GREEDY) -> None:
         ids = np.array(prompt, np.int32)
         total = ids.size + params.max_tokens
-        assert self.engine.memory.reserve(handle, total)
-        self.engine.memory.open(handle, OpenConfig(params, ids, total))
+        config = OpenConfig(params, ids, total)
+        self.engine.memory.introduce(handle, config)
+        assert self.engine.memory.reserve(handle)
+        self.engine.memory.open(handle, config)
         self.out[handle] = []
 
     def arm(self, *parts: TakenRows) -> Step:
@@ -150,6 +152,12 @@ class EngineRig:
                 if isinstance(resource, PagedKV):
                     resource.arena.check()
         assert self.store.num_live == 0
+
+
+def reserve(rig: EngineRig, handle: int, num_tokens: int) -> bool:
+    """Introduce a request without a prompt that may hold `num_tokens`, and ask for its room."""
+    rig.engine.memory.introduce(handle, OpenConfig(GREEDY, None, num_tokens))
+    return rig.engine.memory.reserve(handle)
 
 
 def alone(prompt: Sequence[int], num_tokens: int, params: SamplingParams = GREEDY, seed: int = 0) -> list[int]:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import sampling_reference as reference
-from support.engine_rig import EngineRig, prompts, take
+from support.engine_rig import EngineRig, prompts, reserve, take
 from support.sampler_rig import SamplerRig
 
 from mstar.communication.messages import SamplingParams, TokenLogprobs
@@ -184,12 +184,12 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_leaves_nothing(params: d
 
 def test_a_refused_request_keeps_its_promise_until_it_is_closed():
     rig = EngineRig(num_pages={"kv": 10})
-    assert rig.engine.memory.reserve(0, 40)
+    assert reserve(rig, 0, 40)
     with pytest.raises(ValueError, match="prompt: token id 61"):
         rig.engine.memory.open(0, OpenConfig(SamplingParams(), np.array([3, 61], np.int32), 40))
-    assert not rig.engine.memory.reserve(1, 4)
+    assert not reserve(rig, 1, 4)
     rig.engine.memory.close(0)
-    assert rig.engine.memory.reserve(1, 40)
+    assert reserve(rig, 1, 40)
 
 
 PENALTIES = [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from support.engine_rig import GREEDY, EngineRig, prompts, take
+from support.engine_rig import GREEDY, EngineRig, prompts, reserve, take
 
 from mstar.communication.messages import SamplingParams
 from mstar.engine.execution import AdmitOutcome, Step, StepState
@@ -131,8 +131,8 @@ def test_promised_room_is_never_refused():
     rig = EngineRig(num_pages={"kv": 20})
     rig.open(0, list(range(8)))  # 8 + 24 tokens: 8 pages
     rig.open(1, list(range(8)))
-    assert not rig.engine.memory.reserve(2, 32)
-    assert rig.engine.memory.reserve(2, 16)
+    assert not reserve(rig, 2, 32)
+    assert reserve(rig, 2, 16)
     rig.generate([0, 1], 24)
     assert rig.engine.gauges() == {
         'mstar_pages{pool="kv",state="free"}': 20.0 - 16,
@@ -146,8 +146,8 @@ def test_no_request_gets_more_than_the_pool_or_a_row_can_hold():
     assert EngineRig(num_pages={"kv": 5}).engine.memory.most_tokens() == 20
     rig = EngineRig(num_pages={"kv": 500})
     assert rig.engine.memory.most_tokens() == 64
-    assert rig.engine.memory.reserve(0, 64)
-    assert not rig.engine.memory.reserve(1, 65)
+    assert reserve(rig, 0, 64)
+    assert not reserve(rig, 1, 65)
 
 
 class Broken(Exception):
@@ -192,11 +192,12 @@ class EngineMachine(RuleBasedStateMachine):
         if handle in self.prompts:
             return
         prompt = [(7 * handle + 3 * i) % 61 for i in range(length)]
-        if not self.rig.engine.memory.reserve(handle, length + tokens):
-            return
-        ids = np.array(prompt, np.int32)
         params = SamplingParams(temperature=0.0, max_tokens=tokens)
-        self.rig.engine.memory.open(handle, OpenConfig(params, ids, length + tokens))
+        config = OpenConfig(params, np.array(prompt, np.int32), length + tokens)
+        self.rig.engine.memory.introduce(handle, config)
+        if not self.rig.engine.memory.reserve(handle):
+            return
+        self.rig.engine.memory.open(handle, config)
         self.rig.out[handle] = []
         self.prompts[handle] = prompt
         self.waiting.add(handle)
