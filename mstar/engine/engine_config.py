@@ -44,6 +44,9 @@ class EngineConfig:
     `AUTO_CAPTURE_SIZES`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
     something other than the same node or the client receives them.
 
+    `walk_inputs[node][walk]`: inputs that the walk's graph gives the node; nodes without an entry have no walks, so
+    nothing of theirs is chunked, reused or computed again.
+
     `prefix_cache`: full pages of prompts are kept and reused; `reuse_generated`: pages of generated tokens too.
     `host_bytes[key]`: host memory that a cache may offload preempted requests to. `fingerprint` names the weights.
 
@@ -62,6 +65,7 @@ class EngineConfig:
     backends: Mapping[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] | None = ()
     stored_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    walk_inputs: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     prefix_cache: bool = True
     reuse_generated: bool = False
     host_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -6,7 +6,7 @@ Used by the worker process, by in-process runs and by tests; what differs betwee
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mstar.communication.arena import Arena, ArenaReader
 from mstar.communication.bus import Bus
@@ -78,6 +78,7 @@ def assemble_worker(
     rids = RidTable(settings.capacity - 1, first=1)
     requests = RequestTable(settings.capacity, rids)
     graph = PyGraphRuntime(compiled, rank, store)
+    engine_config = replace(engine_config, walk_inputs=_walk_inputs(compiled, rank))
     engine = Engine(nodes, specs, store, executor, engine_config)
     admission = Admission(engine, settings.max_rows)
     transport = Transport(
@@ -167,6 +168,17 @@ def assemble_worker(
 def _batch_with(node: NodeSubmodule, key: ReadyKey) -> frozenset[str]:
     policy = node.get_chunking_policy(key.walk)
     return frozenset() if policy is None else frozenset(policy.batch_with)
+
+
+def _walk_inputs(compiled: CompiledGraph, rank: int) -> dict[str, dict[str, frozenset[str]]]:
+    """By node of this worker and walk: names of what the graph gives it."""
+    inputs: dict[str, dict[str, frozenset[str]]] = {}
+    for (_, at), program in compiled.programs.items():
+        if at == rank:
+            for node in program.nodes:
+                names = frozenset(item.name for item in (*node.inputs, *node.streams))
+                inputs.setdefault(node.key.node, {})[node.key.walk] = names
+    return inputs
 
 
 def _input_partitions(compiled: CompiledGraph, rank: int) -> dict[str, list[str]]:
