@@ -12,12 +12,14 @@ from mstar.engine import node_runtime as fields
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig
 from mstar.engine.cuda_graph_runner import Bucket
 from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig
+from mstar.engine.execution import Portion
 from mstar.engine.forward import record_bucket
+from mstar.engine.node_hooks import touched_resources
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.staging import DeviceBlock, StepShape, fill_padding
 from mstar.engine.step import Rows
-from mstar.engine.step_builder import StepBuilder, touched_resources
+from mstar.engine.step_builder import StepBuilder
 from mstar.graph.protocol import ReadyKey, TakenRows
 
 Progress = Callable[[str, int, int], None]
@@ -106,7 +108,8 @@ def capture_bucket(
 
 def _takes_tokens(node: NodeRuntime, declared: CudaGraphConfig, builder: StepBuilder, sink: int) -> bool:
     """Ask the node about one sink row in the middle of a request."""
-    built = builder.build(node, (TakenRows(ReadyKey(node.name, declared.walk), [sink], {}, {}, [0], [False]),))
+    taken = TakenRows(ReadyKey(node.name, declared.walk), [sink], {}, {}, [0], [False])
+    built = builder.build(node, (Portion(taken),))
     if built.step is None:
         return False
     if built.step.failed:

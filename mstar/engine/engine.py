@@ -8,36 +8,34 @@ and knows no graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
-from mstar.engine import node_runtime as fields
 from mstar.engine.bucket_capture import Progress, capture_bucket, capture_buckets
+from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.execution import AdmitOutcome, Step, StepPart, StepState
+from mstar.engine.execution import AdmitOutcome, Portion, Step, StepPart, StepState
 from mstar.engine.layer_handles import bind_layers
+from mstar.engine.node_hooks import HookFailed, ask_check_stop
 from mstar.engine.node_runtime import NodeRuntime, build_node
 from mstar.engine.request_memory import RequestMemory
 from mstar.engine.resource_set import build_resources
 from mstar.engine.resources.base import Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
-from mstar.engine.staging import NoDeviceCopies, StepShape, fill_padding
-from mstar.engine.step import Rows
-from mstar.engine.step_builder import HookFailed, StepBuilder, ask_can_batch, ask_check_stop, slice_columns
-from mstar.engine.step_inputs import find_inputs, row_shapes
+from mstar.engine.step import Rows, SamplerStep
+from mstar.engine.step_builder import Built, StepBuilder, slice_columns
+from mstar.engine.step_inputs import find_inputs
 from mstar.engine.step_plan import StepPlan
+from mstar.engine.step_planner import advance, plan_step, release_slot
 from mstar.engine.step_runner import StepWork
 from mstar.engine.submodule import NodeSubmodule, StopDecision
+from mstar.engine.touched import ResourceFailed
 from mstar.engine.transaction import Transaction
 from mstar.graph.protocol import NO_TENSOR, TakenRows
 from mstar.platforms.executor import DeviceExecutor
-
-_PAGE_STRIDE = 8
-"""Tables of eager steps are as wide as the longest row, rounded up, so that shapes repeat."""
 
 
 class Engine:
@@ -50,22 +48,28 @@ class Engine:
         store: TensorStore,
         executor: DeviceExecutor,
         config: EngineConfig,
+        walks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """Raises `ValueError` or `LookupError`, naming node, layer and key, when declarations do not fit together."""
+        """`walks`: those that run each node; what they declare about chunks is checked here.
+
+        Raises:
+            ValueError, LookupError: naming node, walk, layer and key, when declarations do not fit together.
+        """
+        walks = walks or {}
         local = [spec for spec in specs if spec.node in nodes]
         resources = build_resources(local, config)
         self._config = config
         self._store = store
         self._executor = executor
-        self._rows = RowTable(config.capacity)
+        self._rows = RowTable(config.capacity, config.max_seq_len)
         self._builder = StepBuilder(self._rows, config.max_seq_len)
         self._nodes: dict[str, NodeRuntime] = {}
         for name, submodule in nodes.items():
             own = resources.get(name, {})
             bind_layers(name, submodule, own)
-            self._nodes[name] = build_node(name, submodule, own, config)
+            self._nodes[name] = build_node(name, submodule, own, walks.get(name, ()), self._rows, config)
         self._resources: list[Resource] = list(
-            {key: r for own in resources.values() for key, r in own.items()}.values()
+            {id(r): r for node in self._nodes.values() for r in node.resources.values()}.values()
         )
         self.memory = RequestMemory(
             self._resources,
@@ -82,56 +86,79 @@ class Engine:
         limit = self._nodes[node].submodule.max_rows
         return self._config.max_rows if limit is None else min(limit, self._config.max_rows)
 
-    def pending_tokens(self, node: str, handles: np.ndarray) -> np.ndarray:
-        """int [rows]: tokens that the rows' next step computes, at least 1: what their cache lacks of the prompt."""
+    def policy(self, node: str, walk: str) -> ChunkingPolicy:
+        """What the node declares about chunks of the walk."""
+        return self._nodes[node].policies.of(walk)
+
+    def pending_tokens(self, node: str, walk: str, handles: np.ndarray) -> np.ndarray:
+        """int32 [rows], at least 1: tokens that the rows would compute next if they were not cut: what their cache
+        lacks of its target where it is being restored, of the prompt otherwise."""
         runtime = self._nodes[node]
         if runtime.cache is None:
             return np.ones(handles.size, np.int32)
-        return np.maximum(self._rows.num_prompt[handles] - runtime.cache.lengths[handles], 1)
+        lengths = runtime.cache.lengths[handles]
+        pending = np.maximum(self._rows.num_prompt[handles] - lengths, 1)
+        if (restoring := runtime.restoring(handles, lengths)) is not None:
+            pending = np.where(restoring, runtime.cache.targets[handles] - lengths, pending)
+        return pending
+
+    def lengths(self, node: str, handles: np.ndarray) -> np.ndarray:
+        """int32 [rows]: tokens in the rows' cache now; 0 in a node without one."""
+        return self._nodes[node].lengths(handles)
+
+    def restoring(self, node: str, handles: np.ndarray) -> np.ndarray:
+        """bool [rows]: rows whose cache lacks tokens that it held before; their steps compute those."""
+        runtime = self._nodes[node]
+        restoring = runtime.restoring(handles, runtime.lengths(handles))
+        return np.zeros(handles.size, np.bool_) if restoring is None else restoring
 
     # a step
 
-    def build(self, taken: Sequence[TakenRows]) -> tuple[Step | None, list[int]]:
+    def build(self, portions: Sequence[Portion | TakenRows]) -> Built:
         """One step of rows of one node, decode-like part first; and rows that compute nothing now (`declined`): with
         any there is no step, and the others are to be built again. A step whose `failed` is not empty cannot run."""
-        return self._builder.build(self._nodes[taken[0].key.node], taken)
+        given = [portion if isinstance(portion, Portion) else Portion(portion) for portion in portions]
+        return self._builder.build(self._nodes[given[0].taken.key.node], given)
 
     def admit(self, step: Step) -> AdmitOutcome:
-        """Reserve everything: one transaction, open until `submit` or `abandon`; a refusal leaves nothing."""
+        """Reserve everything: one transaction, open until `submit` or `abandon`; a refusal leaves nothing. Neither does
+        a resource that raises: its step cannot run, and has its rows in `failed`."""
         if step.state is not StepState.BUILT or step.txn is not None or step.failed:
             raise RuntimeError(
                 f"a step is admitted once, in state built and without failed rows, not {step.state.value}"
             )
         plan = _plan_of(step)
         txn = Transaction()
-        try:
-            for item in plan.touched:
+        for item in plan.touched:
+            try:
                 outcome = item.resource.admit(item.step, item.context({}, plan.shape), txn)
-                if not outcome.ok:
-                    txn.rollback()
-                    return outcome
-        except BaseException:
-            if txn.open:
+            except Exception as error:
                 txn.rollback()
-            raise
+                _fail_all(step, str(ResourceFailed("admit", item.resource, error)))
+                return AdmitOutcome()
+            if not outcome.ok:
+                txn.rollback()
+                return outcome
         step.txn = txn
         return AdmitOutcome()
 
     def plan(self, step: Step) -> None:
         """Write the step's block into a staging slot of its own, then move lengths and draw indices. A step whose node
-        fails in a hook is undone, with its rows in `failed`."""
+        fails in a hook, or a resource in its part, is undone, with its rows in `failed`; one that failed in `admit` is
+        left as it is."""
+        if step.failed and step.txn is None:
+            return
         if step.txn is None or step.state is not StepState.BUILT:
             raise RuntimeError(f"a step is planned once, after admission, not in state {step.state.value}")
         node = self._nodes[step.node]
         try:
             plan = _plan_of(step)
-            plan.found = find_inputs(step.parts, self._store)
-            self._plan(node, plan)
-            for item in plan.touched:
-                item.resource.advance(item.step, item.context({}, plan.shape), step.txn)
-        except HookFailed as error:
+            plan.found = find_inputs(step.parts, self._store, plan.restoring)
+            plan_step(node, plan, guard_device=self._config.debug_poison)
+            advance(plan, step.txn)
+        except (HookFailed, ResourceFailed) as error:
             self._drop(step)
-            step.failed.update(dict.fromkeys(step.handles.tolist(), str(error)))
+            _fail_all(step, str(error))
             return
         except BaseException:
             self._drop(step)
@@ -164,33 +191,40 @@ class Engine:
         if step.state is not StepState.SUBMITTED or step.event is None or not step.event.done():
             raise RuntimeError(f"a step is finished once, after its event, not in state {step.state.value}")
         node, plan = self._nodes[step.node], _plan_of(step)
-        self._release_slot(node, plan)
+        release_slot(node, plan)
         step.state = StepState.DONE
         done = plan.done
         if step.event.error is not None or done is None:
             step.error = step.event.error
-            message = f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}"
-            step.failed.update(dict.fromkeys(step.handles.tolist(), message))
+            _fail_all(step, f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}")
             return
         for begin, end in done.short_of_memory:
             message = f"the forward of {node.name} ran out of memory"
             step.failed.update(dict.fromkeys(step.handles[begin:end].tolist(), message))
         outputs = step.outputs
         outputs.host.update(done.host)
+        if node.drawn is not None:
+            _note_drawn(node, step, plan, done.resource_host)
         for item in plan.touched:
-            step.failed.update(item.resource.settle(item.facts, item.rows, done.resource_host, outputs))
+            try:
+                step.failed.update(item.resource.settle(item.facts, item.rows, done.resource_host, outputs))
+            except Exception as error:
+                _fail_all(step, str(ResourceFailed("settle", item.resource, error)))
         outputs.ids.update(dict.fromkeys(done.live))
         for name, value in done.stored.items():
-            outputs.ids[name] = self._put(value)
+            outputs.ids[name] = self._put(value, plan)
 
     def check_stop(self, step: Step) -> list[tuple[StepPart, StopDecision]]:
-        """What the node's `check_stop` decides on the step's host rows, part by part; failed rows are left out. A part
-        whose hook fails is added to `failed`."""
+        """What the node's `check_stop` decides on the step's host rows, part by part; failed rows and those that draw
+        only later are left out. A part whose hook fails is added to `failed`."""
         node = self._nodes[step.node]
         if step.error is not None:
             return []
         decisions: list[tuple[StepPart, StopDecision]] = []
         for part in step.parts:
+            unfinished = None if step.unfinished is None else step.unfinished[part.begin : part.end]
+            if unfinished is not None and unfinished.all():
+                continue
             whole = len(step.parts) == 1
             columns = step.columns if whole else slice_columns(step.columns, part)
             host = step.outputs.host
@@ -203,6 +237,8 @@ class Engine:
                 continue
             for decision in answers:
                 index = decision.index
+                if unfinished is not None:
+                    index = index[~unfinished[index]]
                 if step.failed:
                     index = np.array(
                         [i for i in index.tolist() if int(columns.handles[i]) not in step.failed], np.int64
@@ -213,7 +249,7 @@ class Engine:
 
     def publish(self, step: Step, keep: np.ndarray | None = None) -> None:
         """The step is routed. `keep` bool [rows]: rows that neither failed nor had stopped before it (None: all);
-        outputs of the others leave the store."""
+        outputs of the others leave the store. Where a resource raises, the kept rows are added to `failed`."""
         if step.error is not None:
             return
         for item in _plan_of(step).touched:
@@ -222,7 +258,11 @@ class Engine:
                 if keep is not None:
                     chosen = keep[np.isin(step.handles, rows.handles)]
                     rows = Rows(rows.handles[chosen], rows.spans[chosen], rows.label)
-                item.resource.publish(item.step, rows)
+                try:
+                    item.resource.publish(item.step, rows)
+                except Exception as error:
+                    why = str(ResourceFailed("publish", item.resource, error))
+                    step.failed.update(dict.fromkeys(rows.handles.tolist(), why))
         if keep is not None and not keep.all():
             for ids in step.outputs.ids.values():
                 if ids is not None:
@@ -249,72 +289,41 @@ class Engine:
             for declared in node.submodule.get_cuda_graph_configs():
                 capture_bucket(node, declared, 1, self._builder, self._config)
 
-    def _plan(self, node: NodeRuntime, plan: StepPlan) -> None:
-        num_rows = plan.rows.handles.size
-        plan.ranges = ((0, num_rows),)
-        if node.asks_can_batch and num_rows > 1:
-            if not ask_can_batch(node, plan.walk, row_shapes(plan.found, num_rows)):
-                plan.ranges = tuple((row, row + 1) for row in range(num_rows))
-        if len(plan.ranges) == 1 and (plan.token_ids is None or plan.live_only):
-            bucket = node.graphs.lookup(plan.walk, plan.cg_key_info, num_rows)
-            plan.bucket = bucket if bucket is not None and bucket.accepts(plan.found) else None
-        self._stage(node, plan)
-        if plan.bucket is not None and not plan.bucket.replays(plan.touched):
-            self._release_slot(node, plan)
-            plan.bucket = None
-            self._stage(node, plan)
-
-    def _stage(self, node: NodeRuntime, plan: StepPlan) -> None:
-        """Write the step's block, for its bucket or at its own size."""
-        num_rows, num_tokens = plan.rows.handles.size, plan.num_tokens
-        if plan.bucket is not None:
-            plan.layout = plan.bucket.layout
-        else:
-            pages = max((item.resource.num_pages(item.step, item.rows) for item in plan.touched), default=0)
-            pages = -(-pages // _PAGE_STRIDE) * _PAGE_STRIDE
-            plan.layout = node.layouts.layout(StepShape(num_rows, num_tokens, pages))
-        plan.shape = plan.layout.shape
-        plan.slot = node.staging.acquire()
-        views = plan.slot.views(plan.layout)
-        if plan.bucket is not None:
-            fill_padding(plan.layout, views, num_rows, num_tokens)
-        self._stage_rows(plan, views)
-        for item in plan.touched:
-            guard = self._config.debug_poison and not item.resource.force_double_buffer
-            with NoDeviceCopies(item.resource.key) if guard else nullcontext():
-                item.facts = item.resource.plan(item.step, item.context(views, plan.shape))
-
-    def _stage_rows(self, plan: StepPlan, views: Mapping[str, np.ndarray]) -> None:
-        """What the engine itself stages: handles, token ids, last tokens, iterations."""
-        handles, spans, _ = plan.rows
-        num_rows = handles.size
-        views[fields.HANDLES][:num_rows] = handles
-        views[fields.ITERATIONS][:num_rows] = plan.iterations
-        last = views[fields.LAST]
-        if plan.token_ids is None or plan.live_only:
-            last[:] = np.arange(last.size)
-            return
-        np.cumsum(spans, out=last[:num_rows])
-        np.maximum(last[:num_rows] - 1, 0, out=last[:num_rows])
-        views[fields.TOKEN_IDS][: plan.num_tokens] = plan.token_ids
-        views[fields.TOKEN_HANDLES][: plan.num_tokens] = np.repeat(handles, spans)
-
     def _drop(self, step: Step) -> None:
         txn, step.txn = step.txn, None
         assert txn is not None
         txn.rollback()
-        self._release_slot(self._nodes[step.node], _plan_of(step))
+        release_slot(self._nodes[step.node], _plan_of(step))
 
-    @staticmethod
-    def _release_slot(node: NodeRuntime, plan: StepPlan) -> None:
-        if plan.slot is not None:
-            node.staging.release(plan.slot)
-            plan.slot = None
-
-    def _put(self, value: Tensor | Sequence[Tensor | None]) -> np.ndarray:
+    def _put(self, value: Tensor | Sequence[Tensor | None], plan: StepPlan) -> np.ndarray:
+        """Ids by row of an output of the finished rows."""
         if isinstance(value, Tensor):
-            return self._store.put_batch(value)
-        return np.array([NO_TENSOR if row is None else self._store.put(row) for row in value], np.int64)
+            ids = self._store.put_batch(value)
+        else:
+            ids = np.array([NO_TENSOR if row is None else self._store.put(row) for row in value], np.int64)
+        if plan.finished is None:
+            return ids
+        column = np.full(plan.rows.handles.size, NO_TENSOR, np.int64)
+        column[plan.finished] = ids
+        return column
+
+
+def _note_drawn(node: NodeRuntime, step: Step, plan: StepPlan, host: Mapping[str, np.ndarray]) -> None:
+    """Write down what was drawn, in case a row's cache has to be computed again."""
+    assert node.drawn is not None and node.sampler is not None
+    for item in plan.touched:
+        if item.resource is node.sampler:
+            handles, tokens = item.rows.handles, host[node.sampler.key + ".tokens"]
+            draws = step.columns.num_draws
+            if handles is not step.handles:
+                draws = draws[np.isin(step.handles, handles)]
+            assert isinstance(item.step, SamplerStep)
+            kept = slice(None) if item.step.kept is None else item.step.kept
+            node.drawn[handles[kept], draws[kept]] = tokens[kept]
+
+
+def _fail_all(step: Step, why: str) -> None:
+    step.failed.update(dict.fromkeys(step.handles.tolist(), why))
 
 
 def _plan_of(step: Step) -> StepPlan:

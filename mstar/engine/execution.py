@@ -31,6 +31,14 @@ class StepState(enum.Enum):
     ABANDONED = "abandoned"
 
 
+class Portion(NamedTuple):
+    """Rows for a step that is to be built. `limits` int32 [rows]: tokens that each row may compute in it at most (None:
+    all that it has to); a row computes at least one. Rows of walks that are not chunked are never cut."""
+
+    taken: TakenRows
+    limits: np.ndarray | None = None
+
+
 class StepPart(NamedTuple):
     """Rows of one (node, walk); `begin:end` is their range in the step's columns."""
 
@@ -86,15 +94,21 @@ class StepOutputs:
 class Step:
     """`handles` int64 [rows] and `spans` int32 [rows], decode-like part first. `failed`: handle → message; a step that
     `build` returns with failed rows cannot run: its rows go back, the failed ones leave, the others are built again.
-    `dropped`: speculated rows whose loop ended in the step before; what this step made for them is thrown away."""
+    `dropped`: rows that went on from the step before and had stopped or failed in it; what this step made for them is
+    thrown away.
+    `unfinished` bool [rows]: rows whose run needs further steps, because it was cut or because the row's cache is being
+    restored; they have drawn nothing and made no outputs. None: every row's run ends with this step.
+    `spec_ids[i]` belongs to `parts[i]`; `carried`: indexes of parts that go on with runs of the step before."""
 
     node: str
     parts: tuple[StepPart, ...]
     handles: np.ndarray
     spans: np.ndarray
     columns: RowColumns
+    unfinished: np.ndarray | None = None
     state: StepState = StepState.BUILT
     spec_ids: tuple[int, ...] = ()
+    carried: tuple[int, ...] = ()
     txn: Transaction | None = None
     plan: Any = None
     event: DeviceEvent | None = None

@@ -99,7 +99,9 @@ def record_bucket(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor
 
     def run() -> None:
         tokens = _live(node, staged) if key.num_tokens else None
-        inputs = EngineInputs(key.bs, tokens, staged[fields.LAST], bucket.inputs, {}, staged[fields.ITERATIONS])
+        columns = _token_columns(node, staged) if key.num_tokens else {}
+        last, iterations = staged[fields.LAST], staged[fields.ITERATIONS]
+        inputs = EngineInputs(key.bs, tokens, last, bucket.inputs, {}, iterations, columns)
         outputs = node.submodule.forward_batched(key.walk, inputs)
         for item in touched:
             item.resource.end_forward(item.facts)
@@ -185,7 +187,12 @@ def _inputs(
         tensors=stacked_inputs(found, live),
         ragged=ragged_inputs(found, live),
         iterations=staged[fields.ITERATIONS],
+        token_columns={} if token_ids is None else _token_columns(node, staged),
     )
+
+
+def _token_columns(node: NodeRuntime, staged: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return {name: staged[fields.column_field(name)] for name in node.submodule.token_columns}
 
 
 def _live(node: NodeRuntime, staged: Mapping[str, Tensor]) -> Tensor:

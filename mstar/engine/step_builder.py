@@ -1,23 +1,28 @@
-"""From taken rows to a `Step`: asks the node's hooks what each row computes and which resources it touches.
+"""From portions of rows to a `Step`: what each row computes now, and which resources the step touches.
 
-Loop thread, host integers. A hook is the model's code: what it raises fails rows, never the worker.
+Loop thread, host integers. The node's hooks say what its rows want; rows are cut to their limits here, and rows whose
+cache is being restored are not the node's business at all: their tokens are known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mstar.engine.execution import Step, StepPart
+from mstar.engine.execution import Portion, Step, StepPart
+from mstar.engine.node_hooks import HookFailed, ask_declare, ask_prepare
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.row_table import RowTable
-from mstar.engine.step import Rows, SubmoduleStep
-from mstar.engine.step_plan import StepPlan
-from mstar.engine.submodule import LIVE_TOKEN, NodeBatch, NodeSubmodule, RowColumns, StopDecision
+from mstar.engine.step import Rows, SamplerStep
+from mstar.engine.step_batch import cut_rows, join_parts, merge_rows
+from mstar.engine.step_plan import Accumulating, StepPlan
+from mstar.engine.submodule import LIVE_TOKEN, NodeBatch, RowColumns
 from mstar.engine.touched import Touched
 from mstar.graph.protocol import LIVE_COLUMN, TakenRows
+
+_NO_LIMIT = np.iinfo(np.int32).max
 
 
 class Built(NamedTuple):
@@ -27,10 +32,6 @@ class Built(NamedTuple):
     declined: list[int]
 
 
-class HookFailed(Exception):
-    """A batch hook raised, or answered what cannot be; the message names it."""
-
-
 class StepBuilder:
     """See the module docstring."""
 
@@ -38,37 +39,55 @@ class StepBuilder:
         self._rows = rows
         self._max_seq_len = max_seq_len
 
-    def build(self, node: NodeRuntime, taken: Sequence[TakenRows]) -> Built:
-        """One step of all `taken` (of one node, decode-like part first)."""
+    def build(self, node: NodeRuntime, portions: Sequence[Portion]) -> Built:
+        """One step of all portions (of one node, decode-like part first)."""
         parts: list[StepPart] = []
         begin = 0
-        for part in taken:
-            parts.append(StepPart(part, begin, begin + len(part.rows)))
-            begin += len(part.rows)
-        columns = self._columns(node, taken)
+        for taken, _ in portions:
+            parts.append(StepPart(taken, begin, begin + len(taken.rows)))
+            begin += len(taken.rows)
+        columns = self._columns(node, [part.taken for part in parts])
+        handles = columns.handles
+        restoring = node.restoring(handles, columns.lengths)
         failed: dict[int, str] = {}
         batches: list[NodeBatch] = []
         for part in parts:
-            part_columns = columns if len(parts) == 1 else slice_columns(columns, part)
+            own = columns if len(parts) == 1 else slice_columns(columns, part)
+            restored = None if restoring is None else restoring[part.begin : part.end]
             try:
-                batches.append(self._ask(node, part.taken.key.walk, part_columns, failed))
+                batches.append(self._part_batch(node, part.taken.key.walk, own, restored, failed))
             except HookFailed as error:
                 failed.update(dict.fromkeys(part.taken.rows, str(error)))
-        handles = columns.handles
+        step = Step(node.name, tuple(parts), handles, np.zeros(handles.size, np.int32), columns, failed=failed)
         if failed:
-            return Built(self._step(node, parts, columns, np.zeros(handles.size, np.int32), None, failed), [])
-        batch = batches[0] if len(batches) == 1 else _joined(batches)
-        spans = np.asarray(batch.spans, np.int32)
-        if spans.size and spans.min() < 0:
-            return Built(None, handles[spans < 0].tolist())
-        self._check_batch(node, columns, spans, batch, failed)
-        plan: StepPlan | None = None
-        if not failed:
-            try:
-                plan = self._plan(node, parts[-1].taken.key.walk, columns, spans, batch)
-            except HookFailed as error:
-                failed.update(dict.fromkeys(handles.tolist(), str(error)))
-        return Built(self._step(node, parts, columns, spans, plan, failed), [])
+            return Built(step, [])
+        declined = [
+            int(handles[part.begin + row])
+            for part, batch in zip(parts, batches, strict=True)
+            if len(batch.spans) and np.min(batch.spans) < 0
+            for row in np.flatnonzero(np.asarray(batch.spans) < 0).tolist()
+        ]
+        if declined:
+            return Built(None, declined)
+        batch = join_parts(batches, node.submodule.token_columns)
+        step.spans = np.asarray(batch.spans, np.int32)
+        self._check_lengths(node, columns, step.spans, failed)
+        if failed:
+            return Built(step, [])
+        limits = _limits(node, portions, parts, restoring)
+        if limits is not None:
+            cut = np.minimum(step.spans, limits)
+            if (cut < step.spans).any():
+                step.unfinished = cut < step.spans
+                step.spans = cut
+                batch = cut_rows(batch, cut)
+        if restoring is not None:
+            step.unfinished = restoring if step.unfinished is None else step.unfinished | restoring
+        try:
+            step.plan = self._plan(node, step, batch, restoring)
+        except HookFailed as error:
+            failed.update(dict.fromkeys(handles.tolist(), str(error)))
+        return Built(step, [])
 
     def _columns(self, node: NodeRuntime, taken: Sequence[TakenRows]) -> RowColumns:
         first = taken[0]
@@ -91,130 +110,84 @@ class StepBuilder:
             live,
         )
 
-    def _ask(self, node: NodeRuntime, walk: str, columns: RowColumns, failed: dict[int, str]) -> NodeBatch:
-        submodule = node.submodule
-        try:
-            batch = submodule.prepare_batch(walk, columns)
-        except Exception as error:
-            raise HookFailed(_hook_message(submodule, "prepare_batch", walk, error)) from error
-        return self._ask_rows(node, walk, columns, failed) if batch is None else batch
+    def _part_batch(
+        self, node: NodeRuntime, walk: str, columns: RowColumns, restoring: np.ndarray | None, failed: dict[int, str]
+    ) -> NodeBatch:
+        """What the rows of one part compute, if nothing is cut. Raises `HookFailed`."""
+        if restoring is None or not restoring.any():
+            return ask_prepare(node, walk, columns, failed)
+        index = np.flatnonzero(restoring)
+        restored = self._restored_batch(node, columns.handles[index])
+        if index.size == restoring.size:
+            return restored
+        others = np.flatnonzero(~restoring)
+        asked = ask_prepare(node, walk, self._select_columns(columns, others), failed)
+        if failed:
+            return asked
+        return merge_rows([(index, restored), (others, asked)], node.submodule.token_columns)
 
-    def _ask_rows(self, node: NodeRuntime, walk: str, columns: RowColumns, failed: dict[int, str]) -> NodeBatch:
-        """Row by row, for nodes without a columnar hook."""
-        submodule = node.submodule
-        num_rows = columns.handles.size
-        spans = np.zeros(num_rows, np.int32)
-        kept = np.ones(num_rows, np.bool_)
-        token_ids: list[np.ndarray] = []
-        for index in range(num_rows):
-            try:
-                row = submodule.prepare_inputs(walk, columns, index)
-            except Exception as error:
-                failed[int(columns.handles[index])] = _hook_message(submodule, "prepare_inputs", walk, error)
-                continue
-            if row is None:
-                spans[index] = -1
-                continue
-            spans[index] = row.span
-            kept[index] = row.kept
-            if row.token_ids is not None:
-                token_ids.append(row.token_ids)
-        return NodeBatch(spans, np.concatenate(token_ids) if token_ids else None, None if kept.all() else kept)
+    def _restored_batch(self, node: NodeRuntime, handles: np.ndarray) -> NodeBatch:
+        """All that the rows' caches lack of their targets: prompt tokens, then drawn ones."""
+        assert node.cache is not None
+        lengths, targets = node.cache.lengths[handles], node.cache.targets[handles]
+        tokens = [
+            self._rows.token_ids(handle, begin, end, node.drawn)
+            for handle, begin, end in zip(handles.tolist(), lengths.tolist(), targets.tolist(), strict=True)
+        ]
+        return NodeBatch((targets - lengths).astype(np.int32), np.concatenate(tokens), np.zeros(handles.size, np.bool_))
 
-    def _check_batch(
-        self, node: NodeRuntime, columns: RowColumns, spans: np.ndarray, batch: NodeBatch, failed: dict[int, str]
-    ) -> None:
-        """What a hook may get wrong, before it becomes an index out of range."""
-        num_rows, num_tokens = columns.handles.size, int(spans.sum())
-        if spans.size != num_rows or (batch.token_ids is not None and len(batch.token_ids) != num_tokens):
-            given = None if batch.token_ids is None else len(batch.token_ids)
-            message = (
-                f"{type(node.submodule).__name__} gave {spans.size} spans ({num_tokens} tokens) and {given} token ids "
-                f"for {num_rows} rows"
-            )
-            failed.update(dict.fromkeys(columns.handles.tolist(), message))
-        elif batch.token_ids is not None and node.sampler is None and num_tokens and np.min(batch.token_ids) < 0:
-            message = f"{type(node.submodule).__name__} reads live tokens, but node {node.name!r} has no sampler"
-            failed.update(dict.fromkeys(columns.handles.tolist(), message))
-        elif node.cache is not None and num_rows:
-            after = columns.lengths + spans
-            if after.max() > self._max_seq_len:
-                for index in np.flatnonzero(after > self._max_seq_len).tolist():
-                    failed[int(columns.handles[index])] = (
-                        f"{int(after[index])} tokens are more than a row can hold ({self._max_seq_len})"
-                    )
+    def _select_columns(self, columns: RowColumns, index: np.ndarray) -> RowColumns:
+        handles = columns.handles[index]
+        return RowColumns(
+            handles,
+            columns.lengths[index],
+            columns.num_prompt[index],
+            columns.num_draws[index],
+            columns.iterations[index],
+            columns.finals[index],
+            self._rows.prompts(handles),
+            columns.live,
+        )
 
-    def _plan(self, node: NodeRuntime, walk: str, columns: RowColumns, spans: np.ndarray, batch: NodeBatch) -> StepPlan:
-        rows = Rows(columns.handles, spans)
-        submodule = node.submodule
-        try:
-            declared = submodule.declare_step(walk, rows, batch.kept)
-            touched = [] if declared is None else touched_resources(node, declared, rows)
-        except Exception as error:
-            raise HookFailed(_hook_message(submodule, "declare_step", walk, error)) from error
+    def _check_lengths(self, node: NodeRuntime, columns: RowColumns, spans: np.ndarray, failed: dict[int, str]) -> None:
+        """A row that will not fit fails before its first chunk."""
+        if node.cache is None or not spans.size:
+            return
+        after = columns.lengths + spans
+        if after.max() > self._max_seq_len:
+            for index in np.flatnonzero(after > self._max_seq_len).tolist():
+                failed[int(columns.handles[index])] = (
+                    f"{int(after[index])} tokens are more than a row can hold ({self._max_seq_len})"
+                )
+
+    def _plan(self, node: NodeRuntime, step: Step, batch: NodeBatch, restoring: np.ndarray | None) -> StepPlan:
+        """Raises `HookFailed`."""
+        walk = step.parts[-1].taken.key.walk
+        if restoring is not None:
+            assert node.policies.recomputable is not None
+            walk = node.policies.recomputable
+        rows = Rows(step.handles, step.spans)
+        silent = _silent(node, step)
+        kept = batch.kept
+        if silent is not None:
+            kept = ~silent if kept is None else kept & ~silent
+        declared, touched = ask_declare(node, walk, rows, kept)
+        if silent is not None:
+            _silence(touched, step.handles[silent])
         token_ids = batch.token_ids
-        live_only = token_ids is not None and token_ids.size == spans.size and bool((token_ids == LIVE_TOKEN).all())
-        info = None if declared is None else declared.cg_key_info
-        return StepPlan(walk, rows, touched, token_ids, columns.iterations, live_only, info)
-
-    @staticmethod
-    def _step(
-        node: NodeRuntime,
-        parts: list[StepPart],
-        columns: RowColumns,
-        spans: np.ndarray,
-        plan: StepPlan | None,
-        failed: dict[int, str],
-    ) -> Step:
-        return Step(node.name, tuple(parts), columns.handles, spans, columns, plan=plan, failed=failed)
-
-
-def touched_resources(node: NodeRuntime, declared: SubmoduleStep, rows: Rows) -> list[Touched]:
-    """The resources of a declared step in the node's order (caches before what reads them).
-
-    Raises:
-        LookupError: a key that the node does not declare, or attention without the cache it reads.
-    """
-    if unknown := declared.steps.keys() - node.resources.keys():
-        raise LookupError(f"the step touches {sorted(unknown)}, not among the resources of node {node.name!r}")
-    rows = rows if declared.rows is None else declared.rows
-    num_tokens, single = rows.num_tokens, rows.single
-    touched: list[Touched] = []
-    for key, resource in node.resources.items():
-        step = declared.steps.get(key)
-        if step is not None:
-            own = step.rows
-            if own is None:
-                touched.append(Touched(resource, step, rows, num_tokens, single))
-            else:
-                touched.append(Touched(resource, step, own, own.num_tokens, own.single))
-    for item in touched:
-        if missing := [key for key in item.resource.reads if key not in declared.steps]:
-            raise LookupError(f"the step touches {item.resource.key!r} but not {missing[0]!r}, which that reads")
-    return touched
-
-
-def ask_can_batch(node: NodeRuntime, walk: str, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> bool:
-    """Raises `HookFailed`."""
-    try:
-        return node.submodule.can_batch(walk, shapes)
-    except Exception as error:
-        raise HookFailed(_hook_message(node.submodule, "can_batch", walk, error)) from error
-
-
-def ask_check_stop(
-    node: NodeRuntime, walk: str, columns: RowColumns, host: Mapping[str, np.ndarray]
-) -> list[StopDecision]:
-    """Raises `HookFailed`."""
-    submodule, num_rows = node.submodule, columns.handles.size
-    try:
-        decisions = submodule.check_stop(walk, columns, host)
-        for decision in decisions:
-            if decision.index.size and not 0 <= decision.index.min() <= decision.index.max() < num_rows:
-                raise IndexError(f"positions {decision.index.tolist()} in a part of {num_rows} rows")
-    except Exception as error:
-        raise HookFailed(_hook_message(submodule, "check_stop", walk, error)) from error
-    return decisions
+        live_only = (
+            token_ids is not None and token_ids.size == step.spans.size and bool((token_ids == LIVE_TOKEN).all())
+        )
+        plan = StepPlan(walk, rows, touched, token_ids, step.columns.iterations, live_only)
+        plan.cg_key_info = None if declared is None else declared.cg_key_info
+        plan.kept = kept
+        plan.restoring = restoring
+        plan.token_columns = batch.token_columns or {}
+        if step.unfinished is not None:
+            plan.finished = np.flatnonzero(~step.unfinished)
+        if node.chunk_outputs is not None:
+            plan.accumulating = _accumulating(node, step, restoring)
+        return plan
 
 
 def slice_columns(columns: RowColumns, part: StepPart) -> RowColumns:
@@ -232,21 +205,58 @@ def slice_columns(columns: RowColumns, part: StepPart) -> RowColumns:
     )
 
 
+def _limits(
+    node: NodeRuntime, portions: Sequence[Portion], parts: Sequence[StepPart], restoring: np.ndarray | None
+) -> np.ndarray | None:
+    """Tokens of each row at most; None: nothing is limited. Only chunks and what is restored can be cut."""
+    limits: np.ndarray | None = None
+    for portion, part in zip(portions, parts, strict=True):
+        if portion.limits is None:
+            continue
+        own = np.maximum(portion.limits, 1)
+        if not node.policies.of(part.taken.key.walk).chunked:
+            if restoring is None:
+                continue
+            own = np.where(restoring[part.begin : part.end], own, _NO_LIMIT)
+        if limits is None:
+            limits = np.full(parts[-1].end, _NO_LIMIT, np.int32)
+        limits[part.begin : part.end] = own
+    return limits
+
+
+def _silent(node: NodeRuntime, step: Step) -> np.ndarray | None:
+    """bool [rows]: rows that draw nothing whatever the node says: unfinished ones, and those of chunked walks that do
+    not ask for the final chunk's sample. None: no row."""
+    silent = step.unfinished
+    for part in step.parts:
+        policy = node.policies.of(part.taken.key.walk)
+        if policy.chunked and not policy.keep_final_chunk_samples:
+            silent = np.zeros(step.num_rows, np.bool_) if silent is None else silent.copy()
+            silent[part.begin : part.end] = True
+    return silent
+
+
+def _silence(touched: Sequence[Touched], handles: np.ndarray) -> None:
+    """No sampler draws for `handles`, whatever was declared."""
+    for item in touched:
+        if isinstance(item.step, SamplerStep):
+            draws = ~np.isin(item.rows.handles, handles)
+            kept = draws if item.step.kept is None else item.step.kept & draws
+            item.step = SamplerStep(item.step.rows, kept)
+
+
+def _accumulating(node: NodeRuntime, step: Step, restoring: np.ndarray | None) -> list[Accumulating]:
+    """Which outputs are joined over chunks, and for which rows. What is restored has been given out before."""
+    found: list[Accumulating] = []
+    for part in step.parts:
+        signals = node.policies.of(part.taken.key.walk).accumulate
+        rows = np.arange(part.begin, part.end)
+        if restoring is not None:
+            rows = rows[~restoring[rows]]
+        if signals and rows.size:
+            found.append(Accumulating(signals, rows))
+    return found
+
+
 def _all_live(ids: Sequence[int]) -> bool:
     return len(ids) > 0 and ids.count(LIVE_COLUMN) == len(ids)
-
-
-def _joined(batches: Sequence[NodeBatch]) -> NodeBatch:
-    """The batches of a step's parts, one after the other."""
-    spans = np.concatenate([batch.spans for batch in batches])
-    token_ids = [batch.token_ids for batch in batches if batch.token_ids is not None]
-    kept = None
-    if any(batch.kept is not None for batch in batches):
-        kept = np.concatenate(
-            [np.ones(len(batch.spans), np.bool_) if batch.kept is None else batch.kept for batch in batches]
-        )
-    return NodeBatch(spans, np.concatenate(token_ids) if token_ids else None, kept)
-
-
-def _hook_message(submodule: NodeSubmodule, hook: str, walk: str, error: Exception) -> str:
-    return f"{type(submodule).__name__}.{hook} of walk {walk!r} raised {type(error).__name__}: {error}"

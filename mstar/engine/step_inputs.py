@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine.execution import StepPart
-from mstar.graph.protocol import LIVE_COLUMN, NO_TENSOR
+from mstar.graph.protocol import LIVE_COLUMN, NO_TENSOR, TakenRows
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -67,8 +68,14 @@ class RowsInput:
 Found = Mapping[str, RowsInput]
 
 
-def find_inputs(parts: Sequence[StepPart], store: TensorStore) -> Found:
-    """The inputs of all rows of a step, by name. Loop thread."""
+def find_inputs(parts: Sequence[StepPart], store: TensorStore, restoring: np.ndarray | None = None) -> Found:
+    """The inputs of all rows of a step, by name. `restoring` bool [rows of the step]: rows that read none now. Loop
+    thread."""
+    if restoring is not None:
+        parts = [
+            part._replace(taken=_without_inputs(part.taken, restoring[part.begin : part.end].tolist()))
+            for part in parts
+        ]
     if len(parts) == 1:
         taken = parts[0].taken
         found = {name: _single(ids, store) for name, ids in taken.ids.items()}
@@ -147,6 +154,21 @@ class Lazy(Mapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._makers)
+
+
+def _without_inputs(taken: TakenRows, hidden: Sequence[bool]) -> TakenRows:
+    """`taken` as if the hidden rows had no inputs."""
+    if all(hidden):
+        return taken._replace(ids={}, lists={})
+    ids = {
+        name: [NO_TENSOR if hide else value for value, hide in zip(column, hidden, strict=True)]
+        for name, column in taken.ids.items()
+    }
+    lists = {
+        name: [() if hide else values for values, hide in zip(column, hidden, strict=True)]
+        for name, column in taken.lists.items()
+    }
+    return taken._replace(ids=ids, lists=lists)
 
 
 def _single(ids: Sequence[int], store: TensorStore) -> RowsInput | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,8 +25,8 @@ NO_SHAPE = StepShape(0, 0, 0)
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """Copies made behind a step. `host`: by output signal. `resource_host`: what resources asked for. `stored`: outputs
-    for the tensor store, stacked or by row (None: the row has none). `live`: signals that stay in the live column.
-    `short_of_memory`: row ranges that did not fit even at half size."""
+    of the finished rows for the tensor store, stacked or by row (None: the row has none). `live`: signals that stay in
+    the live column. `short_of_memory`: row ranges that did not fit even at half size."""
 
     host: Mapping[str, np.ndarray]
     resource_host: Mapping[str, np.ndarray]
@@ -34,10 +35,19 @@ class StepDone:
     short_of_memory: Sequence[tuple[int, int]]
 
 
+class Accumulating(NamedTuple):
+    """Outputs that are joined over the chunks of `rows` (int64, positions in the step)."""
+
+    signals: frozenset[str]
+    rows: np.ndarray
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """`token_ids` int64 [tokens] (-1: the row's live token) or None for a node without tokens. `live_only`: each row
-    has one token, its live one. `shape` is padded; `bucket` is None for an eager step."""
+    """`token_ids` int32 [tokens] (-1: the row's live token) or None for a node without tokens; `token_columns`: the
+    node's, as long. `live_only`: each row has one token, its live one. `kept` bool [rows]: rows that draw (None: all).
+    `restoring` bool [rows]: rows that read no inputs (None: no row). `finished` int64: positions of the rows whose run
+    ends with the step (None: all). `shape` is padded; `bucket` is None for an eager step."""
 
     walk: str
     rows: Rows
@@ -45,6 +55,11 @@ class StepPlan:
     token_ids: np.ndarray | None
     iterations: np.ndarray
     live_only: bool = False
+    token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    kept: np.ndarray | None = None
+    restoring: np.ndarray | None = None
+    finished: np.ndarray | None = None
+    accumulating: Sequence[Accumulating] = ()
     cg_key_info: Hashable = None
     bucket: Bucket | None = None
     shape: StepShape = NO_SHAPE

@@ -6,7 +6,7 @@ tensors handed in; it writes device-side state of the node's resources, the outp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,8 +59,42 @@ class StepWork:
                 host[name] = self._host(name, value)
             else:
                 raise TypeError(f"{node.name}: host signal {name!r} must be one tensor [rows, ...]")
-        stored = {name: self._kept(value) for name, value in result.outputs.items() if name not in live}
+        outputs = self._joined(result.outputs) if self.plan.accumulating else result.outputs
+        stored = {name: self._kept(self._finished(value)) for name, value in outputs.items() if name not in live}
         return StepDone(host, resource_host, stored, live, result.short_of_memory)
+
+    def _joined(self, outputs: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Outputs that grow over chunks, put aside for rows that go on and joined for those that end. They come out by
+        row."""
+        chunks, finished = self.node.chunk_outputs, self.plan.finished
+        assert chunks is not None
+        ends = np.ones(self.plan.rows.handles.size, np.bool_)
+        if finished is not None:
+            ends[:] = False
+            ends[finished] = True
+        joined = dict(outputs)
+        for signals, rows in self.plan.accumulating:
+            for name in sorted(signals & joined.keys()):
+                pieces = list(joined[name])
+                for row in rows.tolist():
+                    handle, piece = int(self.plan.rows.handles[row]), pieces[row]
+                    if piece is None:
+                        continue
+                    if ends[row]:
+                        pieces[row] = chunks.join(handle, name, piece)
+                    else:
+                        chunks.keep(handle, name, piece)
+                joined[name] = pieces
+        return joined
+
+    def _finished(self, value: Value) -> Value:
+        """The output of the rows that end with this step: what others make leads nowhere."""
+        finished = self.plan.finished
+        if finished is None:
+            return value
+        if isinstance(value, Tensor):
+            return value.index_select(0, torch.from_numpy(finished).to(value.device))
+        return [value[row] for row in finished.tolist()]
 
     def _host(self, name: str, value: Tensor) -> np.ndarray:
         if self.guard_outputs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -47,19 +47,25 @@ LIVE_TOKEN = -1
 class NodeBatch(NamedTuple):
     """A node's wish for one step. `spans` int32 [rows]: tokens each row computes; a negative span declines the row for
     this step. `token_ids` int32 [sum of spans]: host ids, `LIVE_TOKEN` where the row's last sampled token is to be read
-    (None: the node takes no tokens). `kept` bool [rows]: rows that sample (None: all)."""
+    (None: the node takes no tokens). `kept` bool [rows]: rows that sample (None: all). `token_columns`: more about each
+    token, int32 [sum of spans] by name, from the node's `token_columns`; -1 where nothing is given.
+
+    In a chunked walk this is all that a row's cache lacks; the engine cuts, tokens and columns alike."""
 
     spans: np.ndarray
     token_ids: np.ndarray | None = None
     kept: np.ndarray | None = None
+    token_columns: Mapping[str, np.ndarray] | None = None
 
 
 class NodeInputs(NamedTuple):
-    """One row's wish, for nodes without a columnar path: span, host token ids int32 [span] or None, samples or not."""
+    """One row's wish, for nodes without a columnar path: span, host token ids int32 [span] or None, samples or not;
+    `token_columns` int32 [span] by name."""
 
     span: int = 0
     token_ids: np.ndarray | None = None
     kept: bool = True
+    token_columns: Mapping[str, np.ndarray] | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +77,7 @@ class EngineInputs:
     lists (stream chunks `[items, ...]`, accumulated outputs), come in `ragged[name]` as one tensor per row instead (an
     empty one for a row that lacks an optional input or whose list is empty). Both are made when read.
     `iterations` int64 [rows]. `num_rows` is the number of real rows; in a captured forward that of the bucket.
+    `token_columns[name]` int64 [tokens], for each of the node's `token_columns`.
     """
 
     num_rows: int
@@ -79,6 +86,7 @@ class EngineInputs:
     tensors: Mapping[str, torch.Tensor]
     ragged: Mapping[str, Sequence[torch.Tensor]]
     iterations: torch.Tensor
+    token_columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 NodeOutputs = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
@@ -101,9 +109,13 @@ class NodeSubmodule(nn.Module, ABC):
 
     In a step of two parts (walks that `ChunkingPolicy.batch_with` lets share one) `prepare_*` and `check_stop` are
     called per part; `declare_step` and `forward_batched` once, with the walk of the last part, which has the prompts.
+    Rows whose cache is being restored are not asked about; a step with one runs in the node's recomputable walk.
     """
 
     max_rows: int | None = None
+
+    token_columns: tuple[str, ...] = ()
+    """Names of what the node knows of each token beside its id (`NodeBatch.token_columns`)."""
 
     def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch | None:
         """Columnar path. None: the engine asks `prepare_inputs` row by row."""
