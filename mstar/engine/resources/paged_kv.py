@@ -55,6 +55,8 @@ class PagedKV(Resource[KVStep]):
         self.max_seq_len = max_seq_len
         self.arena = PageArena(num_pages, capacity + 1)
         self.streams = CacheStreams(capacity + 1, -(-max_seq_len // spec.page_size), spec.page_size)
+        self.targets = np.zeros(capacity + 1, np.int32)
+        """int32 [capacity + 1]: tokens that a row's cache must hold before the row's own next step."""
         shape = (spec.num_layers, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
         self._k = _zeros(shape, dtype, device)
         self._v = _zeros(shape, dtype, device)
@@ -86,6 +88,7 @@ class PagedKV(Resource[KVStep]):
 
     def close(self, handle: int) -> None:
         pages = self.streams.clear(handle, int(self.arena.held[handle]))
+        self.targets[handle] = 0
         freed = self.arena.forget(handle, pages)
         if self._poison and freed.size:
             self._work.append(partial(self._fill_nan, freed.astype(np.int64)))
