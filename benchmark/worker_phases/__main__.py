@@ -16,15 +16,18 @@ def main(
     steps: Annotated[int, typer.Option(min=4, help="Measured steps.")] = 300,
     device_us: Annotated[int, typer.Option(min=0, help="How long the null forward takes.")] = 1000,
     plain: Annotated[bool, typer.Option("--plain", help="The plain loop, without overlap.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every sampling option, a host pool, generated pages.")] = False,
+    arrivals: Annotated[int, typer.Option(min=0, help="A prompt arrives with every so many steps; 0: none.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Measure the worker's loop around a model whose forward does nothing."""
-    report = measure(PhaseRun(rows, steps, device_us, overlap=not plain))
+    report = measure(PhaseRun(rows, steps, device_us, not plain, full, arrivals))
     typer.echo(msgspec.json.encode(report).decode() if as_json else report_text(report))
 
 
 def report_text(report: PhaseReport) -> str:
-    lines = [f"{report.rows} rows, {report.steps} steps: {report.total_us} us of CPU a step (± {report.spread_us})"]
+    cost = f"{report.total_us} us of CPU a step (± {report.spread_us})"
+    lines = [f"{report.mode}: {report.rows} rows, {report.steps} steps: {cost}"]
     for phase, micros in report.phases_us.items():
         wait = f"   waits {report.waits_us[phase]:.1f}" if phase in WAITS else ""
         lines.append(f"  {phase:<12}{micros:>9.1f}{wait}")

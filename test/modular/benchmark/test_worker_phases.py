@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.repository import ROOT
 
-from benchmark.worker_phases.measure import PhaseRun, measure, summarize
+from benchmark.worker_phases.measure import ARRIVING_TOKENS, SHARED_TOKENS, PhaseRun, measure, summarize
 from benchmark.worker_phases.null_model import NullSubmodule
 from mstar.model.llama.submodules import LlamaSubmodule
 from mstar.profile.phases import PHASES, WAITS, Tick
@@ -38,11 +38,30 @@ def test_counts_are_those_of_a_hand_calculation(overlap):
     assert 0 <= speculated <= STEPS * overlap
 
 
+def test_every_option_changes_no_count():
+    """The made logits win over every transform, so the same steps are taken and the same frames sent."""
+    counts = [measure(PhaseRun(ROWS, STEPS, device_us=300, full=full)).ops for full in (False, True)]
+    for ops in counts:
+        ops.pop("speculated_steps")
+    assert counts[0] == counts[1]
+
+
+def test_prompts_arrive_while_the_others_are_measured():
+    run = PhaseRun(ROWS, STEPS, device_us=300, full=True, arrivals_every=8)
+    report = measure(run)
+    assert report.mode == "full, a prompt every 8 steps"
+    assert report.steps == STEPS
+    assert report.ops["arrived"] == (run.first_steps + STEPS) // 8
+    # Eight prompts arrive with 64 steps; the one at either end may fall out of them. Shared pages need not be computed.
+    own = ARRIVING_TOKENS - SHARED_TOKENS
+    assert 6 * own <= report.ops["prefill_tokens"] <= 9 * ARRIVING_TOKENS
+
+
 def test_command_prints_one_object_with_the_nine_stages():
     command = [sys.executable, "-m", "benchmark.worker_phases", "--rows", "2", "--steps", "8", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     report = json.loads(done.stdout)
-    assert list(report) == ["rows", "steps", "phases_us", "waits_us", "total_us", "spread_us", "ops"]
+    assert list(report) == ["mode", "rows", "steps", "phases_us", "waits_us", "total_us", "spread_us", "ops"]
     assert tuple(report["phases_us"]) == PHASES
     assert set(report["waits_us"]) == set(WAITS)
     assert report["waits_us"]["await_gpu"] > report["phases_us"]["await_gpu"]
