@@ -52,25 +52,26 @@ class Stuck:
 
 
 class Call(NamedTuple):
-    """One call of a place. `rids`: requests whose rows it is about. `whole`: the step's rows are all in it."""
+    """One call of a place. `rids`: requests whose rows it is about; of a forward, those of its step. `num_rows`: rows
+    of this call, which for a forward may be only some of the step's."""
 
     walk: str
     rids: tuple[str, ...]
-    whole: bool = True
+    num_rows: int
 
 
 @dataclass
 class Fault:
     """Strikes calls of `place` (a hook, or a stage) from the `after`-th matching one on, `times` times (None: every
-    one). `rid`: only where a row of this request takes part; `walk`: only in this walk; `whole_only`: not in a forward
-    of some of the step's rows. `struck`: the calls that it struck."""
+    one). `rid`: only where a row of this request takes part; `walk`: only in this walk; `min_rows`: only calls of so
+    many rows. `struck`: the calls that it struck."""
 
     place: str
     rid: str | None = None
     walk: str | None = None
     after: int = 0
     times: int | None = 1
-    whole_only: bool = False
+    min_rows: int = 0
     effect: Callable[[], None] = raise_injected
     struck: list[Call] = field(default_factory=list)
     num_matched: int = 0
@@ -83,7 +84,7 @@ class Fault:
         """The effect happens, if this call is one to strike."""
         if self.rid is not None and self.rid not in call.rids:
             return
-        if (self.walk is not None and self.walk != call.walk) or (self.whole_only and not call.whole):
+        if (self.walk is not None and self.walk != call.walk) or call.num_rows < self.min_rows:
             return
         self.num_matched += 1
         if self.num_matched <= self.after or (self.times is not None and len(self.struck) >= self.times):

@@ -42,7 +42,7 @@ class EngineFaults:
         if id(thing) not in self._original:
             self._original[id(thing)] = (thing, type(thing))
             self._faults[id(thing)] = []
-            places = HOOKS if isinstance(thing, NodeSubmodule) else STAGES
+            places = HOOKS if fault.place in HOOKS else STAGES
             members = {place: self._guarded(thing, place) for place in places if place != "can_batch"}
             thing.__class__ = type(type(thing).__name__, (type(thing),), members)
         if fault.place == "can_batch":
@@ -83,9 +83,10 @@ class EngineFaults:
                 return node.resources[key]
         raise LookupError(f"no node here has a resource {key!r}")
 
-    def _call(self, walk: str, handles: np.ndarray, whole: bool = True) -> Call:
+    def _call(self, walk: str, handles: np.ndarray, num_rows: int | None = None) -> Call:
         known = self._rids._rids
-        return Call(walk, tuple(rid for handle in handles.tolist() if (rid := known[handle]) is not None), whole)
+        rids = tuple(rid for handle in handles.tolist() if (rid := known[handle]) is not None)
+        return Call(walk, rids, len(handles) if num_rows is None else num_rows)
 
     def _guarded(self, thing: Any, place: str) -> Callable[..., Any]:
         original = getattr(type(thing), place)
@@ -116,7 +117,7 @@ class EngineFaults:
         return self._call(walk, self._declared)
 
     def _of_forward_batched(self, walk: str, inputs: Any) -> Call:
-        return self._call(walk, self._running, whole=inputs.num_rows >= len(self._running))
+        return self._call(walk, self._running, inputs.num_rows)
 
     def _of_check_stop(self, walk: str, rows: RowColumns, _host: Any) -> Call:
         return self._call(walk, rows.handles)
