@@ -48,14 +48,9 @@ class Engine:
         store: TensorStore,
         executor: DeviceExecutor,
         config: EngineConfig,
-        walks: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`walks`: those that run each node; what they declare about chunks is checked here.
-
-        Raises:
-            ValueError, LookupError: naming node, walk, layer and key, when declarations do not fit together.
-        """
-        walks = walks or {}
+        """Raises `ValueError` or `LookupError`, naming node, walk, layer and key, when declarations do not fit
+        together."""
         local = [spec for spec in specs if spec.node in nodes]
         resources = build_resources(local, config)
         self._config = config
@@ -67,7 +62,7 @@ class Engine:
         for name, submodule in nodes.items():
             own = resources.get(name, {})
             bind_layers(name, submodule, own)
-            self._nodes[name] = build_node(name, submodule, own, walks.get(name, ()), self._rows, config)
+            self._nodes[name] = build_node(name, submodule, own, self._rows, config)
         self._resources: list[Resource] = list(
             {id(r): r for node in self._nodes.values() for r in node.resources.values()}.values()
         )

@@ -85,15 +85,15 @@ def build_node(
     name: str,
     submodule: NodeSubmodule,
     resources: Mapping[str, Resource],
-    walks: Sequence[str],
     rows: RowTable,
     config: EngineConfig,
 ) -> NodeRuntime:
-    """The node's runtime; its layers are bound already. `walks`: those that run it.
+    """The node's runtime; its layers are bound already.
 
     Raises:
         ValueError: a walk's chunking policy asks for what the node does not have.
     """
+    walks = list(config.walk_inputs.get(name, ()))
     policies = WalkPolicies(name, submodule, walks, resources.values())
     sampler = next((r for r in resources.values() if isinstance(r, Sampler)), None)
     chunk_outputs = ChunkOutputs() if any(policies.of(walk).accumulate for walk in walks) else None

@@ -13,7 +13,7 @@ from mstar.communication.messages import SamplingParams
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine.engine import Engine
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.execution import Step
+from mstar.engine.execution import Portion, Step
 from mstar.engine.resources.base import OpenConfig, Resource
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.resources.sampler import Sampler
@@ -22,6 +22,7 @@ from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.protocol import LIVE_COLUMN, ReadyKey, TakenRows
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor
 
+WALK_INPUTS = {NODE: {"prefill": frozenset[str](), "decode": frozenset({"token"})}}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
@@ -29,6 +30,11 @@ def take(walk: str, rows: Sequence[int], node: str = NODE, **ids: Sequence[int])
     """Rows as the graph runtime hands them over; a decode row's token is live."""
     given: Mapping[str, Sequence[int]] = {"token": [LIVE_COLUMN] * len(rows)} if walk == "decode" else ids
     return TakenRows(ReadyKey(node, walk), list(rows), given, {}, [0] * len(rows), [False] * len(rows))
+
+
+def portion(walk: str, limits: Mapping[int, int]) -> Portion:
+    """Rows with the most tokens that each may compute."""
+    return Portion(take(walk, list(limits)), np.array(list(limits.values()), np.int32))
 
 
 class EngineRig:
@@ -44,7 +50,8 @@ class EngineRig:
         self.nodes = {NODE: TinyDecoder()} if nodes is None else nodes
         self.store = TensorStore()
         self.executor = InlineExecutor() if executor is None else executor
-        settings: dict[str, Any] = {"max_rows": 8, "max_seq_len": 64, "capacity": 12, "debug_poison": True, **config}
+        settings: dict[str, Any] = {"max_rows": 8, "max_seq_len": 64, "capacity": 12, "debug_poison": True}
+        settings |= {"walk_inputs": WALK_INPUTS, **config}
         self.engine = Engine(
             self.nodes,
             (decoder_spec(),) if specs is None else specs,
@@ -85,7 +92,7 @@ class EngineRig:
         self.engine.memory.open(handle, config)
         self.out[handle] = []
 
-    def arm(self, *parts: TakenRows) -> Step:
+    def arm(self, *parts: TakenRows | Portion) -> Step:
         """Build, admit, plan."""
         step, declined = self.engine.build(parts)
         assert step is not None and not declined and not step.failed, (declined, step and step.failed)
@@ -99,8 +106,9 @@ class EngineRig:
         assert step.event is not None and step.event.wait(20)
         self.engine.finish(step)
         if step.error is None and "token" in step.outputs.host:
-            for handle, token in zip(step.handles.tolist(), step.host("token").tolist(), strict=True):
-                if handle not in step.failed and handle not in step.dropped:
+            going = [False] * step.num_rows if step.unfinished is None else step.unfinished.tolist()
+            for handle, token, goes_on in zip(step.handles.tolist(), step.host("token").tolist(), going, strict=True):
+                if handle not in step.failed and handle not in step.dropped and not goes_on:
                     self.out[handle].append(token)
         gone = step.dropped | step.failed.keys()
         self.engine.publish(step, np.array([handle not in gone for handle in step.handles.tolist()]))
@@ -111,11 +119,15 @@ class EngineRig:
                 )
         return step
 
-    def run(self, *parts: TakenRows) -> Step:
+    def run(self, *parts: TakenRows | Portion) -> Step:
         """One whole step."""
         step = self.arm(*parts)
         self.engine.submit(step)
         return self.end(step)
+
+    def chunk(self, walk: str, limits: Mapping[int, int]) -> Step:
+        """One step in which each row computes at most so many tokens."""
+        return self.run(portion(walk, limits))
 
     def prefill(self, *rows: int) -> Step:
         return self.run(take("prefill", rows))

@@ -78,7 +78,8 @@ class TinyDecoder(NodeSubmodule):
         num_rows = len(rows.handles)
         if graph_walk == "decode":
             return NodeBatch(np.ones(num_rows, np.int32), np.full(num_rows, -1, np.int32))
-        return NodeBatch(rows.num_prompt, np.concatenate([p for p in rows.prompts if p is not None]))
+        missing = [p[length:] for p, length in zip(rows.prompts, rows.lengths, strict=True) if p is not None]
+        return NodeBatch(rows.num_prompt - rows.lengths, np.concatenate(missing))
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
         return SubmoduleStep(
@@ -104,7 +105,9 @@ class TinyDecoder(NodeSubmodule):
         return [StopDecision(stopped, "decode", finish=True)] if stopped.size else []
 
     def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
-        return ChunkingPolicy(batch_with=("prefill",)) if graph_walk == "decode" else None
+        if graph_walk == "decode":
+            return ChunkingPolicy(batch_with=("prefill",))
+        return ChunkingPolicy(chunked=True, keep_final_chunk_samples=True, reuse_prefix=True, recomputable=True)
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
         return (BatchedCudaGraphConfig("decode"),)

@@ -65,7 +65,9 @@ class LlamaSubmodule(NodeSubmodule):
         return [StopDecision(stopped, "decode" if graph_walk == "decode" else None, finish=True)]
 
     def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
-        return ChunkingPolicy(batch_with=("prefill",)) if graph_walk == "decode" else None
+        if graph_walk == "decode":
+            return ChunkingPolicy(batch_with=("prefill",))
+        return ChunkingPolicy(chunked=True, keep_final_chunk_samples=True, reuse_prefix=True, recomputable=True)
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
         return (BatchedCudaGraphConfig("decode"),)

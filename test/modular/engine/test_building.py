@@ -230,9 +230,12 @@ def test_scheduling_facts():
     assert rig.engine.max_rows(NODE) == 3
     rig.decoder.max_rows = None
     assert rig.engine.max_rows(NODE) == 8
-    assert rig.engine.pending_tokens(NODE, np.arange(4)).tolist() == [len(p) for p in PROMPTS[:4]]
+    assert rig.engine.pending_tokens(NODE, "prefill", np.arange(4)).tolist() == [len(p) for p in PROMPTS[:4]]
+    assert rig.engine.lengths(NODE, np.arange(4)).tolist() == [0] * 4
     rig.prefill(0, 1)
-    assert rig.engine.pending_tokens(NODE, np.arange(4)).tolist() == [1, 1, len(PROMPTS[2]), len(PROMPTS[3])]
+    pending = rig.engine.pending_tokens(NODE, "decode", np.arange(4)).tolist()
+    assert pending == [1, 1, len(PROMPTS[2]), len(PROMPTS[3])]
+    assert rig.engine.lengths(NODE, np.arange(4)).tolist() == [len(PROMPTS[0]), len(PROMPTS[1]), 0, 0]
 
 
 def test_prompts_are_looked_up_only_when_asked():

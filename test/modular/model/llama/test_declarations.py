@@ -226,5 +226,7 @@ def test_stop_tokens_end_the_row_and_the_plan(node, walk, loop):
 
 def test_decode_may_share_a_step_with_prefill(node):
     policy = node.get_chunking_policy("decode")
-    assert policy is not None and policy.batch_with == ("prefill",)
+    assert policy is not None and policy.batch_with == ("prefill",) and not policy.chunked
+    policy = node.get_chunking_policy("prefill")
+    assert policy is not None and policy.chunked and policy.reuse_prefix and policy.recomputable
     assert [config.walk for config in node.get_cuda_graph_configs()] == ["decode"]
