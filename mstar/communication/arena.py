@@ -144,6 +144,18 @@ class Arena:
                 num_freed += 1
         return num_freed
 
+    def free_older(self, peer: int, ticket: int) -> int:
+        """Frees what `peer` was to read before `ticket`, which it has acknowledged; returns how many reservations that
+        were. Frames to one peer arrive in the order of their tickets, so a frame that is not acknowledged by then never
+        came."""
+        older: list[int] = []
+        for made, held in self._held.items():  # in the order of their tickets
+            if made >= ticket:
+                break
+            if held.peer == peer:
+                older.append(made)
+        return self.free(peer, older)
+
     def drop_peer(self, peer: int) -> int:
         """Frees everything that a lost peer was to read; returns how many reservations that were."""
         return self.free(peer, [ticket for ticket, held in self._held.items() if held.peer == peer])

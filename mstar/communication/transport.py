@@ -146,9 +146,12 @@ class Transport:
         return self._arrivals.read_streams(frame)
 
     def read_acks(self, frame: AckFrame) -> Credits:
-        """Frees what the peer has copied out, which may let waiting parcels go, and returns its credits."""
+        """Frees what the peer has copied out, and with it what was lost on the way there before; this may let waiting
+        parcels go. Returns the peer's credits."""
         require_equal_lengths(frame, frame.credit_rids, frame.credit_edges, frame.credit_counts)
         if self._arena is not None and self._arena.free(frame.src, frame.tickets):
+            if num_lost := self._arena.free_older(frame.src, max(frame.tickets)):
+                logger.warning("%d frames with tensors never reached %s", num_lost, peer_name(frame.src))
             self._departures.pump()
         handles = self._names.handles(frame.credit_rids)
         known = known_rows(handles)

@@ -74,6 +74,18 @@ def test_only_the_peer_frees_its_ticket_and_only_once(instance: str, tmp_path: P
     arena.close()
 
 
+def test_an_acknowledgement_frees_what_the_same_peer_never_got_before(instance: str, tmp_path: Path) -> None:
+    arena = small(instance, tmp_path)
+    made = [arena.reserve(64, peer) for peer in (1, 2, 1, 1, 2)]
+    tickets = [one.ticket for one in made if one is not None]
+    assert arena.free_older(1, tickets[0]) == 0
+    assert arena.free(1, [tickets[2]]) == 1
+    assert arena.free_older(1, tickets[2]) == 1, "the first; the fourth may still be on its way"
+    assert arena.num_tickets == 3
+    assert (arena.drop_peer(1), arena.drop_peer(2)) == (1, 2)
+    arena.close()
+
+
 def test_tickets_of_another_incarnation_mean_nothing(instance: str, tmp_path: Path) -> None:
     old = Arena(instance, 0, 1, directory=tmp_path)
     new = Arena(instance, 0, 2, directory=tmp_path)

@@ -257,6 +257,25 @@ def test_requests_unknown_to_the_receiver_are_left_out_and_acknowledged(make_mes
     mesh.assert_at_rest()
 
 
+def test_memory_of_a_lost_frame_is_free_when_a_later_one_is_acknowledged(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh()
+    a, b = mesh.workers
+    handle = mesh.handle(0, "r0")
+    mesh.net.hold("w0", "w1")
+    for i in range(3):
+        a.transport.send(routed(a.store, 1, edges=[(handle, i, [a.store.put(torch.full((8,), float(i)))])]))
+    assert mesh.net.deliver("w0", "w1", 1) + mesh.net.drop("w0", "w1", 1) == 2
+    mesh.settle()
+    assert a.arena.num_tickets == 2, "the lost one and the one that is still under way"
+    mesh.net.unhold()
+    mesh.settle()
+    assert [(slot, tensors[0][0].item()) for _, slot, tensors in values_of(b) if tensors[0] is not None] == [
+        (0, 0.0),
+        (2, 2.0),
+    ]
+    mesh.assert_at_rest()
+
+
 def test_a_full_arena_makes_parcels_wait_in_order(make_mesh: Callable[..., Mesh]) -> None:
     mesh = make_mesh(limit_bytes=8192, first_bytes=4096)
     a, b = mesh.workers
