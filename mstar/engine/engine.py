@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine.bucket_capture import Progress, capture_bucket, capture_buckets
+from mstar.engine.cache_reuse import settle_cache_policies
 from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.execution import AdmitOutcome, Portion, Step, StepPart, StepState
@@ -25,7 +26,7 @@ from mstar.engine.resource_set import build_resources
 from mstar.engine.resources.base import Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
-from mstar.engine.step import Rows, SamplerStep
+from mstar.engine.step import SamplerStep
 from mstar.engine.step_builder import Built, StepBuilder, slice_columns
 from mstar.engine.step_inputs import find_inputs
 from mstar.engine.step_plan import StepPlan
@@ -63,6 +64,7 @@ class Engine:
             own = resources.get(name, {})
             bind_layers(name, submodule, own)
             self._nodes[name] = build_node(name, submodule, own, self._rows, config)
+        settle_cache_policies(self._nodes.values(), self._rows, config)
         self._resources: list[Resource] = list(
             {id(r): r for node in self._nodes.values() for r in node.resources.values()}.values()
         )
@@ -249,15 +251,13 @@ class Engine:
             return
         for item in _plan_of(step).touched:
             if type(item.resource).publish is not Resource.publish:
-                rows = item.rows
-                if keep is not None:
-                    chosen = keep[np.isin(step.handles, rows.handles)]
-                    rows = Rows(rows.handles[chosen], rows.spans[chosen], rows.label)
+                chosen = None if keep is None else _aligned(keep, step.handles, item.rows.handles)
                 try:
-                    item.resource.publish(item.step, rows)
+                    item.resource.publish(item.step, item.rows, item.facts, chosen)
                 except Exception as error:
                     why = str(ResourceFailed("publish", item.resource, error))
-                    step.failed.update(dict.fromkeys(rows.handles.tolist(), why))
+                    kept = item.rows.handles if chosen is None else item.rows.handles[chosen]
+                    step.failed.update(dict.fromkeys(kept.tolist(), why))
         if keep is not None and not keep.all():
             for ids in step.outputs.ids.values():
                 if ids is not None:
@@ -272,7 +272,8 @@ class Engine:
 
     def gauges(self) -> dict[str, float]:
         """Prometheus names with labels to values."""
-        return {name: value for resource in self._resources for name, value in resource.gauges().items()}
+        own = {name: value for resource in self._resources for name, value in resource.gauges().items()}
+        return {**own, **self.memory.gauges()}
 
     def capture(self, progress: Progress | None = None) -> int:
         """Capture the declared walks at the deployment's sizes; returns how many. Raises `CaptureError`."""
@@ -319,6 +320,14 @@ def _note_drawn(node: NodeRuntime, step: Step, plan: StepPlan, host: Mapping[str
 
 def _fail_all(step: Step, why: str) -> None:
     step.failed.update(dict.fromkeys(step.handles.tolist(), why))
+
+
+def _aligned(keep: np.ndarray, handles: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """`keep`, given for `handles`, for some of them: bool [chosen]."""
+    if chosen is handles:
+        return keep
+    order = np.argsort(handles)
+    return keep[order[np.searchsorted(handles, chosen, sorter=order)]]
 
 
 def _plan_of(step: Step) -> StepPlan:

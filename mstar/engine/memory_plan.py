@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mstar.communication.messages import PlanRow
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.resource_set import cache_pages, declared_resources
+from mstar.engine.resource_set import cache_pages, declared_resources, host_pages
 from mstar.engine.resources.paged_kv import page_bytes
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RotarySpec
 
@@ -17,7 +17,7 @@ def plan_memory(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list
     Raises:
         ValueError: as `build_resources`.
     """
-    pages = cache_pages(specs, config)
+    pages, on_host = cache_pages(specs, config), host_pages(specs, config)
     rows: list[PlanRow] = []
     for spec in declared_resources(specs).values():
         match spec:
@@ -27,7 +27,12 @@ def plan_memory(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list
                     f"{own} pages of {spec.page_size} tokens = {own * spec.page_size}, "
                     f"{spec.num_layers} layers × {spec.num_kv_heads} heads × {spec.head_dim}"
                 )
-                rows.append(PlanRow(key, detail, (own + 1) * page_bytes(spec, config.precision.cache)))
+                own_bytes = page_bytes(spec, config.precision.cache)
+                rows.append(PlanRow(key, detail, (own + 1) * own_bytes))
+                if key in on_host:
+                    rows.append(
+                        PlanRow(f"{key}.host", f"{on_host[key]} pages of preempted requests", on_host[key] * own_bytes)
+                    )
             case RotarySpec(key=key):
                 num_bytes = config.max_seq_len * spec.rotary_dim * 4  # cosines and sines of half the dimensions, fp32
                 rows.append(PlanRow(key, f"rotary tables, {config.max_seq_len} positions", num_bytes))

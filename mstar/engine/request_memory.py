@@ -7,14 +7,11 @@ worker's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from mstar.engine.resources.base import OpenConfig, Resource
+from mstar.engine.resources.cache_holdings import CacheHoldings, Preempted
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.row_table import RowTable
-
-Preempted = Literal["offload", "recompute"]
-"""Where a preempted request's cache has gone: to the host's memory, or nowhere, to be computed again."""
 
 
 class RequestMemory:
@@ -26,29 +23,33 @@ class RequestMemory:
     ) -> None:
         """`caches`: the cache of each node that has one."""
         self._resources = resources
-        self._caches = {resource.key: resource for resource in resources if isinstance(resource, PagedKV)}
-        self._cache_of = caches
+        self._holdings = {resource.key: resource.holdings for resource in resources if isinstance(resource, PagedKV)}
+        self._node_holdings = {node: cache.holdings for node, cache in caches.items()}
         self._rows = rows
-        self._max_seq_len = max_seq_len
-        self._introduced: dict[int, OpenConfig] = {}
+        self._introduced: dict[int, int] = {}
+        limits = [limit for resource in resources if (limit := resource.most_tokens()) is not None]
+        self._most_tokens = min([max_seq_len, *limits])
 
     # a request
 
     def introduce(self, handle: int, config: OpenConfig) -> None:
-        """A request is known, and waits for its room."""
-        self._introduced[handle] = config
+        """A request is known, and waits for its room: what its prompt may share with others is worked out, once."""
+        if handle in self._introduced:
+            raise RuntimeError(f"handle {handle} is introduced twice")
+        for resource in self._resources:
+            resource.introduce(handle, config)
+        self._introduced[handle] = config.max_total_tokens
 
     def reserve(self, handle: int) -> bool:
         """Promise an introduced request its room in every cache; what it may reuse of earlier prompts is its own from
         now on. False: not now, and nothing has changed. One that needs more than `most_tokens` is never granted."""
-        num_tokens = self._introduced[handle].max_total_tokens
-        if num_tokens > self.most_tokens():
+        if self._introduced[handle] > self._most_tokens:
             return False
         promised: list[Resource] = []
         for resource in self._resources:
-            if not resource.reserve(handle, num_tokens):
+            if not resource.reserve(handle):
                 for earlier in promised:
-                    earlier.reserve(handle, 0)
+                    earlier.withdraw(handle)
                 return False
             promised.append(resource)
         return True
@@ -61,6 +62,8 @@ class RequestMemory:
         """
         if self._rows.is_open[handle]:
             raise RuntimeError(f"handle {handle} is open")
+        if handle not in self._introduced:
+            self.introduce(handle, config)
         opened: list[Resource] = []
         try:
             for resource in self._resources:
@@ -81,27 +84,33 @@ class RequestMemory:
 
     def most_tokens(self) -> int:
         """Tokens that one request could ever hold."""
-        limits = [limit for resource in self._resources if (limit := resource.most_tokens()) is not None]
-        return min([self._max_seq_len, *limits])
+        return self._most_tokens
 
     def num_cached_tokens(self, handle: int) -> int:
-        """Prompt tokens that were adopted instead of computed, in the cache that adopted most."""
-        return 0
+        """Prompt tokens that were adopted and never computed, in the cache that adopted most."""
+        return max((int(holdings.num_adopted[handle]) for holdings in self._holdings.values()), default=0)
 
     def extend_prefix(self, node: str, handle: int) -> int:
         """Before a chunk of a row that no step holds: adopt what others have sealed meanwhile, right behind the row's
         length. Returns the tokens gained."""
-        return 0
+        holdings = self._node_holdings.get(node)
+        return 0 if holdings is None else holdings.extend(handle)
 
     # room
 
     def available(self, resource: str) -> int:
         """Pages of a cache that are neither owned by a request nor promised to one."""
-        return self._caches[resource].arena.num_unpromised
+        return self._holdings[resource].arena.num_unpromised
+
+    def lacking(self, handle: int) -> dict[str, int]:
+        """Pages by cache that must become available before an introduced request gets its room."""
+        lacking = {key: holdings.lacking(handle) for key, holdings in self._holdings.items()}
+        return {key: count for key, count in lacking.items() if count}
 
     def reclaimable(self, handle: int, resource: str) -> int:
-        """By how much `available` would grow if the request were preempted; 0: it cannot be preempted."""
-        return 0
+        """By how much `available` would grow if the request were preempted; 0: it cannot be preempted, or nothing would
+        be gained."""
+        return self._holdings[resource].reclaimable(handle)
 
     def preempt(self, handle: int, resource: str) -> Preempted:
         """Take a request's pages of one cache away; they are free at once. No step may hold a row of it.
@@ -109,12 +118,29 @@ class RequestMemory:
         Raises:
             RuntimeError: it cannot be preempted there.
         """
-        raise RuntimeError(f"handle {handle} cannot be preempted in {resource!r}")
+        return self._holdings[resource].preempt(handle)
 
     def resume(self, handle: int) -> bool:
         """Bring back all that was preempted: reloaded, adopted, or with a target to compute up to and the room for it.
         False: no room now, and nothing has changed."""
+        if not all(holdings.can_resume(handle) for holdings in self._holdings.values()):
+            return False
+        for holdings in self._holdings.values():
+            holdings.resume(handle)
         return True
 
     def is_preempted(self, handle: int) -> bool:
-        return False
+        return any(holdings.is_preempted(handle) for holdings in self._holdings.values())
+
+    def gauges(self) -> dict[str, float]:
+        """Totals over all caches: counters in Prometheus names."""
+        caches: list[CacheHoldings] = list(self._holdings.values())
+        evictions = {
+            "cached": sum(holdings.arena.num_evicted for holdings in caches),
+            "offload": sum(holdings.num_preempted["offload"] for holdings in caches),
+            "recompute": sum(holdings.num_preempted["recompute"] for holdings in caches),
+        }
+        return {
+            "mstar_prefix_hit_tokens_total": float(sum(holdings.num_adopted_total for holdings in caches)),
+            **{f'mstar_evictions_total{{kind="{kind}"}}': float(count) for kind, count in evictions.items()},
+        }

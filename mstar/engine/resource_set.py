@@ -34,10 +34,10 @@ def build_resources(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> 
             for a page.
     """
     declared = declared_resources(specs)
-    num_pages = cache_pages(specs, config)
+    num_pages, num_host_pages = cache_pages(specs, config), host_pages(specs, config)
     resources: dict[str, Resource] = {}
     for spec in sorted(declared.values(), key=lambda spec: not isinstance(spec, PagedKVSpec)):
-        resources[spec.key] = _build(spec, resources, config, num_pages)
+        resources[spec.key] = _build(spec, resources, config, num_pages, num_host_pages)
     return {
         node.node: {
             key: resource for key, resource in resources.items() if key in {spec.key for spec in node.resources}
@@ -67,8 +67,24 @@ def cache_pages(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> dict
     return {spec.key: _num_pages(spec, caches, config) for spec in caches}
 
 
+def host_pages(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> dict[str, int]:
+    """Pages of each cache that the host has room for. Raises `ValueError` for a size without room for a page."""
+    pages: dict[str, int] = {}
+    for spec in declared_resources(specs).values():
+        if isinstance(spec, PagedKVSpec) and (num_bytes := config.host_bytes.get(spec.key, 0)):
+            own_bytes = page_bytes(spec, config.precision.cache)
+            pages[spec.key] = num_bytes // own_bytes
+            if not pages[spec.key]:
+                raise ValueError(f"resources.{spec.key}.host_bytes: {num_bytes} bytes, and a page takes {own_bytes}")
+    return pages
+
+
 def _build(
-    spec: ResourceSpec, built: Mapping[str, Resource], config: EngineConfig, num_pages: Mapping[str, int]
+    spec: ResourceSpec,
+    built: Mapping[str, Resource],
+    config: EngineConfig,
+    num_pages: Mapping[str, int],
+    num_host_pages: Mapping[str, int],
 ) -> Resource:
     match spec:
         case PagedKVSpec():
@@ -80,6 +96,7 @@ def _build(
                 dtype=config.precision.cache,
                 device=config.device,
                 poison=config.debug_poison,
+                num_host_pages=num_host_pages.get(spec.key, 0),
             )
         case AttentionSpec():
             backend = config.backends.get(spec.key)

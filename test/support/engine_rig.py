@@ -167,8 +167,8 @@ class EngineRig:
 
 
 def reserve(rig: EngineRig, handle: int, num_tokens: int) -> bool:
-    """Introduce a request without a prompt that may hold `num_tokens`, and ask for its room."""
-    rig.engine.memory.introduce(handle, OpenConfig(GREEDY, None, num_tokens))
+    """Introduce a request that will hold `num_tokens`, all but one of them its prompt's, and ask for its room."""
+    rig.engine.memory.introduce(handle, OpenConfig(GREEDY, np.full(num_tokens - 1, handle, np.int32), num_tokens))
     return rig.engine.memory.reserve(handle)
 
 

@@ -64,21 +64,26 @@ class Resource(ABC, Generic[S]):
     """`plan` writes device buffers of its own instead of staging everything; it then alternates between two."""
 
     # control plane
+    def introduce(self, handle: int, config: OpenConfig) -> None:
+        """The request is known, and waits for its room; called once, before everything else."""
+
+    def reserve(self, handle: int) -> bool:
+        """Promise an introduced request what it needs to run to its end; False: not now, and nothing has changed."""
+        return True
+
+    def withdraw(self, handle: int) -> None:
+        """Undo `reserve`: another resource has no room."""
+
     @abstractmethod
     def open(self, handle: int, config: OpenConfig) -> None:
         """Raises `ValueError`, with a message for the client, for a request that this resource cannot serve."""
 
     @abstractmethod
     def close(self, handle: int) -> None:
-        """Forget the handle, opened or only promised room; no step may hold a row of it."""
+        """Forget the handle, however far it has come; no step may hold a row of it."""
 
     def cancel_open(self, handle: int) -> None:
         """Undo `open`, but keep promised room: another resource refused the request."""
-
-    def reserve(self, handle: int, num_tokens: int) -> bool:
-        """Promise room for a whole request before its first step; False: not now. A later call replaces the promise,
-        0 gives it back, and so does `close`."""
-        return True
 
     def most_tokens(self) -> int | None:
         """Tokens one request could hold with the pool empty; None: no limit."""
@@ -109,8 +114,9 @@ class Resource(ABC, Generic[S]):
         with the reason."""
         return {}
 
-    def publish(self, step: S, rows: Rows) -> None:
-        """The rows' step has ended well: seal what is full."""
+    def publish(self, step: S, rows: Rows, plan: Any, keep: np.ndarray | None) -> None:
+        """The step is routed: seal what it filled, of the rows in `keep` (bool [rows]; None: all). A later step of the
+        same rows may have been planned and advanced already."""
 
     # data plane
     @abstractmethod

@@ -1,12 +1,12 @@
 """`PagedKV`: keys and values of a node's requests in pages, K and V separate per layer.
 
-Control plane (loop thread): pages and lengths per handle, all by columns. Data plane (executor): the page tensors. It
-computes no attention: `Attention` does, over the fields staged here (`<key>.block_table`, `.kv_lens`, `.slots`).
+Control plane (loop thread): pages and lengths per handle, all by columns; what requests hold between steps is
+`holdings`. Data plane (executor): the page tensors, and the device operations ordered for them. It computes no
+attention: `Attention` does, over the fields staged here (`<key>.block_table`, `.kv_lens`, `.slots`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,10 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.engine.device_ops import NO_PAGES, DeviceOp
 from mstar.engine.execution import AdmitOutcome
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
+from mstar.engine.resources.cache_holdings import CacheHoldings
+from mstar.engine.resources.cache_policy import NO_REUSE, CachePolicy
 from mstar.engine.resources.cache_stream import CacheStream, CacheStreams, token_positions
+from mstar.engine.resources.cpu_page_pool import CPUPagePool
 from mstar.engine.resources.page_arena import PageArena
+from mstar.engine.resources.page_tensors import zeros
 from mstar.engine.spec import PagedKVSpec
 from mstar.engine.staging import StagingField, StepShape
 from mstar.engine.step import KVStep, Rows
@@ -31,13 +36,21 @@ class LayerPages(NamedTuple):
     v: Tensor
 
 
+class KVFacts(NamedTuple):
+    """Of one step: whether it extends the rows, and their lengths after it, int32 [rows]."""
+
+    write: bool
+    ends: np.ndarray
+
+
 def page_bytes(spec: PagedKVSpec, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers, K and V."""
     return 2 * spec.num_layers * spec.page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 class PagedKV(Resource[KVStep]):
-    """`num_pages` includes the sink page. A row holds at most `max_seq_len` tokens."""
+    """`num_pages` includes the sink page. A row holds at most `max_seq_len` tokens. `num_host_pages`: room on the host
+    for preempted rows."""
 
     def __init__(
         self,
@@ -49,28 +62,36 @@ class PagedKV(Resource[KVStep]):
         dtype: torch.dtype,
         device: torch.device,
         poison: bool = False,
+        num_host_pages: int = 0,
+        policy: CachePolicy = NO_REUSE,
     ) -> None:
         self.key = spec.key
         self.spec = spec
         self.max_seq_len = max_seq_len
-        self.arena = PageArena(num_pages, capacity + 1)
+        self._ops: list[DeviceOp] = []
+        self._poison = poison
+        self.arena = PageArena(num_pages, capacity + 1, self._poison_pages if poison else None)
         self.streams = CacheStreams(capacity + 1, -(-max_seq_len // spec.page_size), spec.page_size)
-        self.targets = np.zeros(capacity + 1, np.int32)
-        """int32 [capacity + 1]: tokens that a row's cache must hold before the row's own next step."""
         shape = (spec.num_layers, num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
-        self._k = _zeros(shape, dtype, device)
-        self._v = _zeros(shape, dtype, device)
+        self._k = zeros(shape, dtype, device)
+        self._v = zeros(shape, dtype, device)
+        self._host = CPUPagePool(num_host_pages, capacity + 1, self._k) if num_host_pages else None
+        self.holdings = CacheHoldings(self.arena, self.streams, self._host, policy, self._ops)
+        """What requests hold here between steps."""
         self.writing = True
         """Whether the running forward extends the rows (executor)."""
-        self._poison = poison
-        self._work: list[Work] = []
         if poison:
-            self._fill_nan(np.arange(num_pages, dtype=np.int64))
+            self._fill_nan(np.arange(num_pages))
 
     @property
     def lengths(self) -> np.ndarray:
         """int32 [capacity + 1]: tokens in each row's cache, as of the last advance."""
         return self.streams.lengths
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int32 [capacity + 1]: tokens that a row's cache must hold before the row's own next step."""
+        return self.holdings.targets
 
     @property
     def num_pages_total(self) -> int:
@@ -82,19 +103,20 @@ class PagedKV(Resource[KVStep]):
         held = int(self.arena.held[handle])
         return CacheStream(handle, int(self.lengths[handle]), self.streams.table[handle, :held].copy())
 
+    def introduce(self, handle: int, config: OpenConfig) -> None:
+        self.holdings.introduce(handle, config)
+
+    def reserve(self, handle: int) -> bool:
+        return self.holdings.reserve(handle)
+
+    def withdraw(self, handle: int) -> None:
+        self.holdings.withdraw(handle)
+
     def open(self, handle: int, config: OpenConfig) -> None:
-        if self.lengths[handle] or self.arena.held[handle]:
-            raise RuntimeError(f"handle {handle} is opened in {self.key!r} while it still holds a cache")
+        """What a row holds from its prompt on is there already."""
 
     def close(self, handle: int) -> None:
-        pages = self.streams.clear(handle, int(self.arena.held[handle]))
-        self.targets[handle] = 0
-        freed = self.arena.forget(handle, pages)
-        if self._poison and freed.size:
-            self._work.append(partial(self._fill_nan, freed.astype(np.int64)))
-
-    def reserve(self, handle: int, num_tokens: int) -> bool:
-        return self.arena.promise(handle, self._pages_for(num_tokens))
+        self.holdings.close(handle)
 
     def most_tokens(self) -> int:
         return min(self.max_seq_len, self.num_pages_total * self.spec.page_size)
@@ -118,7 +140,7 @@ class PagedKV(Resource[KVStep]):
         counts = -(-after[short] // self.spec.page_size) - held
         acquired = self.arena.acquire(handles, counts)
         if acquired.refused is not None:
-            return AdmitOutcome(tuple(handles[acquired.refused].tolist()), self.key)
+            return AdmitOutcome(tuple(handles[acquired.refused].tolist()), self.key, acquired.missing)
         self.streams.append(handles, held, counts, acquired.pages)
 
         def undo() -> None:
@@ -128,7 +150,7 @@ class PagedKV(Resource[KVStep]):
         txn.undo(undo)
         return AdmitOutcome()
 
-    def plan(self, step: KVStep, ctx: StepContext) -> bool:
+    def plan(self, step: KVStep, ctx: StepContext) -> KVFacts:
         handles, spans, _ = ctx.rows
         n = handles.size
         lengths = self.lengths[handles]
@@ -138,17 +160,18 @@ class PagedKV(Resource[KVStep]):
         if not step.write:
             ctx.staging[self.key + ".kv_lens"][:n] = lengths
             slots[:] = -1
-            return False
-        np.add(lengths, spans, out=ctx.staging[self.key + ".kv_lens"][:n], casting="unsafe")
+            return KVFacts(False, lengths)
+        ends = lengths + spans
+        ctx.staging[self.key + ".kv_lens"][:n] = ends
         if ctx.single:
             slots[:n] = self.streams.slots(handles, lengths)
         else:
             positions = token_positions(lengths, spans)
             slots[: ctx.num_tokens] = self.streams.slots(np.repeat(handles, spans), positions)
-        return True
+        return KVFacts(True, ends)
 
-    def capturable(self, plan: bool, captured: bool) -> bool:
-        return plan == captured
+    def capturable(self, plan: KVFacts, captured: KVFacts) -> bool:
+        return plan.write == captured.write
 
     def advance(self, step: KVStep, ctx: StepContext, txn: Transaction) -> None:
         if not step.write:
@@ -161,6 +184,12 @@ class PagedKV(Resource[KVStep]):
             self.lengths[handles] = before
 
         txn.undo(undo)
+
+    def publish(self, step: KVStep, rows: Rows, plan: KVFacts, keep: np.ndarray | None) -> None:
+        if step.write and keep is None:
+            self.holdings.seal(rows.handles, plan.ends)
+        elif step.write:
+            self.holdings.seal(rows.handles[keep], plan.ends[keep])
 
     def layer(self, index: int) -> LayerPages:
         if not 0 <= index < self.spec.num_layers:
@@ -175,22 +204,26 @@ class PagedKV(Resource[KVStep]):
         )
 
     def drain_work(self) -> Sequence[Work]:
-        if not self._work:
+        if not self._ops:
             return ()
-        work, self._work = self._work, []
+        work = [partial(self._carry_out, op) for op in self._ops]
+        self._ops.clear()
         return work
 
-    def begin_forward(self, plan: bool, staging: Mapping[str, Tensor]) -> None:
-        self.writing = plan
+    def begin_forward(self, plan: KVFacts, staging: Mapping[str, Tensor]) -> None:
+        self.writing = plan.write
         if self._poison:  # what padding rows wrote must reach nobody
             self._fill_nan(np.zeros(1, np.int64))
 
     def gauges(self) -> Mapping[str, float]:
-        allocator = self.arena.allocator
-        return {
-            f'mstar_pages{{pool="{self.key}",state="free"}}': float(allocator.num_free),
-            f'mstar_pages{{pool="{self.key}",state="owned"}}': float(allocator.num_owned),
-        }
+        arena = self.arena
+        states = {"free": arena.num_free, "owned": arena.num_owned, "cached": arena.num_cached}
+        pages = {f'mstar_pages{{pool="{self.key}",state="{state}"}}': float(count) for state, count in states.items()}
+        if self._host is not None:
+            host = self._host.arena
+            for state, count in (("free", host.num_free), ("owned", host.num_owned)):
+                pages[f'mstar_pages{{pool="{self.key}.host",state="{state}"}}'] = float(count)
+        return pages
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.page_size)
@@ -198,16 +231,18 @@ class PagedKV(Resource[KVStep]):
     def _table_width(self, shape: StepShape) -> int:
         return min(shape.pages, self.streams.max_pages)
 
+    def _carry_out(self, op: DeviceOp) -> None:
+        if op.kind == "poison":
+            self._fill_nan(op.dst)
+            return
+        assert self._host is not None
+        copy = self._host.store if op.kind == "offload" else self._host.load
+        copy(self._k, self._v, op.src, op.dst)
+
+    def _poison_pages(self, pages: np.ndarray) -> None:
+        self._ops.append(DeviceOp("poison", NO_PAGES, pages))
+
     def _fill_nan(self, pages: np.ndarray) -> None:
-        index = torch.from_numpy(pages).to(self._k.device)
+        index = torch.from_numpy(pages.astype(np.int64)).to(self._k.device)
         self._k.index_fill_(1, index, float("nan"))
         self._v.index_fill_(1, index, float("nan"))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of a pool. On a CPU the memory is taken page by page as it is first written: numpy asks the kernel for
-    zeroed pages, where `torch.zeros` would write all of them at start-up."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -36,6 +36,7 @@ class Positions(Resource[PositionStep]):
 
     def __init__(self, spec: RotarySpec, kv: PagedKV, *, max_seq_len: int, device: torch.device) -> None:
         self.key = spec.key
+        self.spec = spec
         self.reads = (spec.kv_key,)
         self._kv = kv
         self._field = spec.key + ".positions"

@@ -184,12 +184,14 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_leaves_nothing(params: d
 
 def test_a_refused_request_keeps_its_promise_until_it_is_closed():
     rig = EngineRig(num_pages={"kv": 10})
-    assert reserve(rig, 0, 40)
+    config = OpenConfig(SamplingParams(), np.append(np.arange(38), 61).astype(np.int32), 40)
+    rig.engine.memory.introduce(0, config)
+    assert rig.engine.memory.reserve(0)
     with pytest.raises(ValueError, match="prompt: token id 61"):
-        rig.engine.memory.open(0, OpenConfig(SamplingParams(), np.array([3, 61], np.int32), 40))
+        rig.engine.memory.open(0, config)
     assert not reserve(rig, 1, 4)
     rig.engine.memory.close(0)
-    assert reserve(rig, 1, 40)
+    assert reserve(rig, 2, 40)
 
 
 PENALTIES = [

@@ -120,7 +120,7 @@ def test_a_refusal_says_who_and_changes_nothing():
     before = columns(rig)
     step, _ = rig.engine.build([take("prefill", [0, 1, 2])])
     assert step is not None
-    assert rig.engine.admit(step) == AdmitOutcome((2,), "kv")
+    assert rig.engine.admit(step) == AdmitOutcome((2,), "kv", missing=1)
     assert columns(rig) == before
     rig.out = {0: [], 1: [], 2: []}
     rig.prefill(0, 1)
@@ -128,15 +128,22 @@ def test_a_refusal_says_who_and_changes_nothing():
 
 
 def test_promised_room_is_never_refused():
-    rig = EngineRig(num_pages={"kv": 20})
+    """A cache that nothing could bring back is promised whole."""
+    rig = EngineRig(num_pages={"kv": 20}, walk_inputs={})
     rig.open(0, list(range(8)))  # 8 + 24 tokens: 8 pages
     rig.open(1, list(range(8)))
     assert not reserve(rig, 2, 32)
+    rig.engine.memory.close(2)
     assert reserve(rig, 2, 16)
     rig.generate([0, 1], 24)
     assert rig.engine.gauges() == {
         'mstar_pages{pool="kv",state="free"}': 20.0 - 16,
         'mstar_pages{pool="kv",state="owned"}': 16.0,
+        'mstar_pages{pool="kv",state="cached"}': 0.0,
+        "mstar_prefix_hit_tokens_total": 0.0,
+        'mstar_evictions_total{kind="cached"}': 0.0,
+        'mstar_evictions_total{kind="offload"}': 0.0,
+        'mstar_evictions_total{kind="recompute"}': 0.0,
     }
     rig.engine.memory.close(2)
     rig.close_all()
@@ -178,7 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = EngineRig(num_pages={"kv": 18}, capacity=5, capture_sizes=(2, 4))
+        self.rig = EngineRig(num_pages={"kv": 18}, capacity=5, capture_sizes=(2, 4), walk_inputs={})
         self.prompts: dict[int, list[int]] = {}
         self.waiting: set[int] = set()
         self.cur: Step | None = None
@@ -192,6 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
         config = OpenConfig(params, np.array(prompt, np.int32), length + tokens)
         self.rig.engine.memory.introduce(handle, config)
         if not self.rig.engine.memory.reserve(handle):
+            self.rig.engine.memory.close(handle)
             return
         self.rig.engine.memory.open(handle, config)
         self.rig.out[handle] = []

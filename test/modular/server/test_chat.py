@@ -60,7 +60,9 @@ def server(_started) -> Iterator[Server]:
 
 
 def num_free_pages(server: Server) -> float:
-    return sum(value for name, value in server.gauges().items() if name.startswith("mstar_pages") and "free" in name)
+    """Pages that are no request's: free ones, and those kept for prompts to come."""
+    pages = {name: value for name, value in server.gauges().items() if name.startswith("mstar_pages")}
+    return sum(value for name, value in pages.items() if "free" in name or "cached" in name)
 
 
 def body_of(route: str, fields: dict) -> dict:
