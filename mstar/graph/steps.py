@@ -63,10 +63,7 @@ class Steps:
         return [
             handle
             for handle in handles
-            if (row := table.get(handle)) is not None
-            and row.running & bit
-            and not row.gates
-            and row.program is program
+            if (row := table.get(handle)) is not None and row.running & bit and not row.gates and row.program is program
         ]
 
     def complete(self, key: ReadyKey, handles: list[int], ids: Mapping[str, Sequence[int]]) -> None:

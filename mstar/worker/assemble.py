@@ -18,14 +18,14 @@ from mstar.engine.engine_config import EngineConfig
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
-from mstar.graph.protocol import ReadyKey
 from mstar.graph.runtime import PyGraphRuntime
 from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock, PhaseTotals
 from mstar.worker.admission import Admission
+from mstar.worker.chunk_budget import StepLimits
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
-from mstar.worker.micro_scheduler import MicroScheduler, StepLimits
+from mstar.worker.micro_scheduler import MicroScheduler
 from mstar.worker.outbox import Outbox
 from mstar.worker.requests import RequestTable
 from mstar.worker.rid_table import RidTable
@@ -77,9 +77,13 @@ def assemble_worker(
     store = TensorStore()
     rids = RidTable(settings.capacity - 1, first=1)
     requests = RequestTable(settings.capacity, rids)
-    graph = PyGraphRuntime(compiled, rank, store)
     engine_config = replace(engine_config, walk_inputs=_walk_inputs(compiled, rank))
     engine = Engine(nodes, specs, store, executor, engine_config)
+    keys = compiled.keys_on(rank)
+    policies = {key: engine.policy(key.node, key.walk) for key in keys}
+    # What is chunked runs ahead of itself chunk by chunk; a further run of it is not begun before this one has ended.
+    chunked = frozenset((key.node, key.walk) for key, policy in policies.items() if policy.chunked)
+    graph = PyGraphRuntime(compiled, rank, store, disable_spec_node_walks=chunked)
     admission = Admission(engine, settings.max_rows)
     transport = Transport(
         rank=rank,
@@ -90,7 +94,6 @@ def assemble_worker(
         arena=None if shared is None else shared.arena,
         reader=None if shared is None else shared.reader,
     )
-    keys = compiled.keys_on(rank)
     walks = WalkRunner(
         graph=graph,
         store=store,
@@ -137,7 +140,6 @@ def assemble_worker(
     )
     teardown = Teardown(rids=rids, requests=requests, admission=admission, graph=graph, store=store, inbox=inbox)
     limits = StepLimits(settings.max_rows, settings.max_step_tokens)
-    batch_with = {key: _batch_with(nodes[key.node], key) for key in keys}
 
     totals = PhaseTotals()
 
@@ -157,17 +159,12 @@ def assemble_worker(
         inbox=inbox,
         outbox=outbox,
         walks=walks,
-        scheduler=MicroScheduler(graph, engine, limits, batch_with),
+        scheduler=MicroScheduler(graph, engine, limits, policies),
         teardown=teardown,
-        counters=StepCounters(gauges, totals.gauges),
+        counters=StepCounters(gauges, totals.gauges, requests.prompt_computed),
         age=StepAge(),
     )
     return Worker(parts, overlap=settings.overlap, clock=totals if clock is None else clock), parts
-
-
-def _batch_with(node: NodeSubmodule, key: ReadyKey) -> frozenset[str]:
-    policy = node.get_chunking_policy(key.walk)
-    return frozenset() if policy is None else frozenset(policy.batch_with)
 
 
 def _walk_inputs(compiled: CompiledGraph, rank: int) -> dict[str, dict[str, frozenset[str]]]:

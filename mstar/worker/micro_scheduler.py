@@ -1,4 +1,4 @@
-"""The micro-scheduler: which rows of which node the next step runs.
+"""The micro-scheduler: which rows of which node the next step runs, and how many tokens of each.
 
 Runs on the worker's loop thread, on host integers only. It takes exactly what it runs: a row it leaves stays in the
 graph runtime's queue, so there is no second backlog.
@@ -7,166 +7,224 @@ graph runtime's queue, so there is no second backlog.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from mstar.engine.chunking import NOT_CHUNKED, ChunkingPolicy
 from mstar.engine.engine import Engine
-from mstar.engine.execution import Step
-from mstar.graph.protocol import GraphRuntime, ReadyKey, SpecTarget, TakenRows
+from mstar.engine.execution import Portion, Step
+from mstar.graph.protocol import GraphRuntime, ReadyKey, TakenRows
+from mstar.worker.candidates import Candidates, Run, taken_again
+from mstar.worker.chunk_budget import ChunkBudget, Cuts, StepLimits
 
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """`max_rows` rows and `max_step_tokens` tokens per step; one row always fits."""
-
-    max_rows: int
-    max_step_tokens: int
+Seniority = Callable[[Sequence[int]], Sequence[int] | None]
+"""Positions of rows in the order of their requests' importance; None: all are of one priority."""
 
 
 class Composed(NamedTuple):
-    """Rows taken for a step that is not built yet: `spec_ids[i]` belongs to `taken[i]`; the rest was fresh."""
+    """Rows taken for a step that is not built yet: `spec_ids[i]` belongs to `portions[i]`, `carried` are indexes of
+    portions that go on with runs of the step before; the rest was fresh."""
 
     spec_ids: tuple[int, ...]
-    taken: tuple[TakenRows, ...]
+    portions: tuple[Portion, ...]
+    carried: tuple[int, ...]
 
 
 class MicroScheduler:
     """Round-robin over (node, walk) keys by who was served longest ago, so that no node of a composite model starves
-    another; rows of walks that may share a step join it, decode-like rows first."""
+    another; rows of walks that may share a step join it. Rows that compute a token or so go along whole, and first;
+    prompts and caches that are rebuilt share what is left of the step, those begun before those that wait."""
 
     def __init__(
-        self, graph: GraphRuntime, engine: Engine, limits: StepLimits, batch_with: Mapping[ReadyKey, frozenset[str]]
+        self,
+        graph: GraphRuntime,
+        engine: Engine,
+        limits: StepLimits,
+        policies: Mapping[ReadyKey, ChunkingPolicy],
+        seniority: Seniority = lambda _: None,
     ) -> None:
         self._graph = graph
         self._engine = engine
-        self._limits = limits
-        self._batch_with = batch_with
+        self._policies = policies
+        self._seniority = seniority
+        self._candidates = Candidates(graph, engine, policies)
         self._served: dict[ReadyKey, int] = {}
         self._turn = 0
+        self.limits = limits
+        """May be replaced between two steps."""
 
     def compose(self, cur: Step | None) -> tuple[Step | None, dict[int, str]]:
         """Build the step after `cur` from rows that go on from it and from ready rows. Returns it (None: nothing to
         run) and rows that failed in a hook, with the reason.
 
-        A speculated row whose node declines waits for its turn. A fresh one has all its inputs, so declining it again
-        and again would hang its request: it fails.
+        A row that runs ahead and whose node declines waits for its turn. A fresh one has all its inputs, so declining
+        it again and again would hang its request: it fails.
         """
         declined: set[int] = set()
         failed: dict[int, str] = {}
         while (composed := self._gather(cur, declined)) is not None:
-            step, refused = self._engine.build(composed.taken)
+            step, refused = self._engine.build(composed.portions)
             if step is not None:
                 failed.update(step.failed)
-                step.spec_ids = composed.spec_ids
+                step.spec_ids, step.carried = composed.spec_ids, composed.carried
                 step.composed_ns = time.monotonic_ns()
                 return step, failed
             declined.update(refused)
-            self._return(composed.spec_ids, composed.taken)
-            for taken in composed.taken[len(composed.spec_ids) :]:
-                reason = f"node {taken.key.node} declined a step whose inputs were all there"
-                failed.update(dict.fromkeys(declined.intersection(taken.rows), reason))
+            taken = [portion.taken for portion in composed.portions]
+            for fresh in self._return(composed.spec_ids, composed.carried, taken):
+                reason = f"node {fresh.key.node} declined a step whose inputs were all there"
+                failed.update(dict.fromkeys(declined.intersection(fresh.rows), reason))
         return None, failed
 
     def put_back(self, step: Step) -> None:
-        """Rows and stream chunks of an abandoned step return to where they were taken from."""
-        self._return(step.spec_ids, [part.taken for part in step.parts])
+        """Rows and stream chunks of an abandoned step return to where they were taken from. Carried rows are in the
+        step before all the while, whose routing sees to them."""
+        self._return(step.spec_ids, step.carried, [part.taken for part in step.parts])
 
-    def _return(self, spec_ids: Sequence[int], taken: Sequence[TakenRows]) -> None:
+    def _return(
+        self, spec_ids: Sequence[int], carried: Sequence[int], taken: Sequence[TakenRows]
+    ) -> Sequence[TakenRows]:
+        """Returns the fresh ones among `taken`."""
         for spec_id in reversed(spec_ids):
             self._graph.spec_settle(spec_id, ())
-        for fresh in reversed(taken[len(spec_ids) :]):
-            self._graph.give_back(fresh.key, fresh.rows)
+        fresh = [one for index, one in enumerate(taken) if index >= len(spec_ids) and index not in carried]
+        for one in reversed(fresh):
+            self._graph.give_back(one.key, one.rows)
+        return fresh
 
     def _gather(self, cur: Step | None, declined: set[int]) -> Composed | None:
-        targets = self._targets(cur, declined)
-        ready = self._graph.ready_keys()
-        keys = {target.key for target in targets}.union(ready)
+        found = self._candidates
+        targets = found.targets(cur, declined)
+        waiting = found.carried(cur, declined)
+        for key in self._graph.ready_keys():
+            waiting.extend(found.fresh(key, declined, self.limits.max_rows))
+        keys = {target.key for target in targets}
+        if waiting:
+            keys.update(run.shares_as for run in waiting)
         if not keys:
             return None
         first, group = self._turn_of(keys)
         self._turn += 1
-        most = min(self._limits.max_rows, self._engine.max_rows(first.node))
-        room = _Room(most, self._limits.max_step_tokens)
+        most = min(self.limits.max_rows, self._engine.max_rows(first.node))
+        whole = [run for key in group for run in waiting if run.shares_as == key and not run.cut]
+        cut = [run for run in waiting if run.cut and run.shares_as in group]
+        cut.sort(key=lambda run: (run.part is None, not run.restores))
+        turn = any(run.shares_as == first for run in cut)
+        draft = _Draft(most, kept=int(turn or any(run.key == first for run in whole)))
         # Where a node takes fewer rows than there are, those that wait go before those that would run ahead.
-        spare = max(0, most - sum(self._graph.num_ready(key) for key in group if key in ready))
-        spec_ids: list[int] = []
-        taken: list[TakenRows] = []
+        ahead = max(0, most - bool(cut) - sum(len(run.rows) for run in whole if run.part is None))
         for target in targets:
-            if target.key in group and (rows := target.rows[:spare]):
+            if target.key in group and (rows := target.rows[:ahead]):
                 armed = self._graph.spec_prepare(target.key, rows)
-                spec_ids.append(armed.spec_id)
-                taken.append(armed.taken)
-                room.take(len(rows), len(rows))
-                spare -= len(rows)
+                draft.spec_ids.append(armed.spec_id)
+                draft.add(armed.taken, len(rows))
+                ahead -= len(rows)
                 self._served[target.key] = self._turn
-        if ready:
-            room.kept = int(first in ready)
-            for key in group:
-                if key == first:
-                    room.kept = 0
-                if key in ready and (rows := self._fresh_rows(key, room, int(key == first), declined)):
-                    taken.append(self._graph.take(key, rows))
-                    self._served[key] = self._turn
-        return Composed(tuple(spec_ids), tuple(taken)) if taken else None
+        for run in whole:
+            if run.part is not None:
+                rows = run.rows[:ahead]
+                num_tokens = len(rows)
+                ahead -= num_tokens
+            else:
+                if run.key == first:
+                    draft.kept = 0
+                rows, num_tokens = self._whole_rows(run, draft, at_least=int(run.key == first))
+            if rows:
+                self._take(draft, run, rows, num_tokens)
+        if cut:
+            self._add_chunks(draft, cut, turn=turn or not draft.portions)
+        if not draft.portions:
+            return None
+        return Composed(tuple(draft.spec_ids), tuple(draft.portions), tuple(draft.carried))
+
+    def _take(
+        self, draft: _Draft, run: Run, rows: list[int], num_tokens: int, limits: np.ndarray | None = None
+    ) -> None:
+        if run.part is not None:
+            draft.carried.append(len(draft.portions))
+            taken = taken_again(run.part, rows)
+        else:
+            taken = self._graph.take(run.key, rows)
+        draft.add(taken, num_tokens, limits)
+        self._served[run.shares_as] = self._turn
+
+    def _whole_rows(self, run: Run, draft: _Draft, at_least: int) -> tuple[list[int], int]:
+        """Rows from the head of the queue that fit, and their tokens. Rows of one token always fit; of the others
+        `at_least` many, so that a long prompt that cannot be cut has its turn."""
+        rows = run.rows[: max(0, draft.rows - draft.kept)]
+        if not rows:
+            return rows, 0
+        tokens = self._engine.pending_tokens(run.key.node, run.key.walk, np.array(rows, np.int64))
+        if tokens.max() > 1:
+            left = self.limits.max_step_tokens - draft.tokens
+            fits = int(np.searchsorted(np.cumsum(tokens), left, side="right"))
+            rows = rows[: max(at_least, fits)]
+        return rows, int(tokens[: len(rows)].sum())
+
+    def _add_chunks(self, draft: _Draft, runs: list[Run], *, turn: bool) -> None:
+        """Chunks of rows whose tokens may be computed over several steps: first come, first served."""
+        node = runs[0].key.node
+        cost = self.limits.costs.get(node)
+        contexts = 0
+        if cost is not None and draft.portions:
+            others = np.array([row for portion in draft.portions for row in portion.taken.rows], np.int64)
+            contexts = int(self._engine.lengths(node, others).sum())
+        budget = ChunkBudget(self.limits.max_step_tokens, cost, draft.num_rows, draft.tokens, contexts, turn=turn)
+        cuts = [Cuts(self._engine, run, self._policies[run.shares_as]) for run in runs]
+        places = [(at, index) for at in range(len(runs)) for index in range(len(runs[at].rows))]
+        order = self._seniority([runs[at].rows[index] for at, index in places])
+        if order is not None:
+            places = [places[position] for position in order]
+        for at, index in places[: draft.rows]:
+            if not cuts[at].add(index, budget):
+                break
+        for made in sorted(cuts, key=lambda made: not made.run.restores):  # the walk of the last part is the step's
+            if made.rows:
+                self._take(draft, made.run, made.rows, sum(made.limits), np.array(made.limits, np.int32))
 
     def _turn_of(self, keys: set[ReadyKey]) -> tuple[ReadyKey, Sequence[ReadyKey]]:
-        """The key that was served longest ago, and with it the keys that may share its step, decode-like ones first."""
+        """The key that was served longest ago, and with it keys that may all share one step, decode-like ones first."""
         if len(keys) == 1:
             (first,) = keys
             return first, (first,)
-        first = min(keys, key=lambda key: (self._served.get(key, -1), key))
-        return first, sorted((key for key in keys if self._share(first, key)), key=self._decode_first)
-
-    def _targets(self, cur: Step | None, declined: set[int]) -> list[SpecTarget]:
-        if cur is None:
-            return []
-        unwanted = cur.dropped | declined
-        targets: list[SpecTarget] = []
-        for part in cur.parts:
-            rows = part.taken.rows
-            if unwanted:
-                rows = [row for row in rows if row not in unwanted]
-            targets.extend(target for target in self._graph.speculate_node(part.taken.key, rows) if target.rows)
-        return targets
-
-    def _fresh_rows(self, key: ReadyKey, room: _Room, at_least: int, declined: set[int]) -> list[int]:
-        """Rows from the head of the key's queue that fit; `at_least` of them whatever their tokens, so that a long
-        prompt beside rows that never end has its turn."""
-        limit = room.rows - room.kept
-        rows = self._graph.peek(key, limit + len(declined)) if limit > 0 else []
-        if declined:
-            rows = [row for row in rows if row not in declined]
-        rows = rows[:limit]
-        if not rows:
-            return []
-        tokens = self._engine.pending_tokens(key.node, np.asarray(rows, np.int64))
-        fits = max(at_least, int(np.searchsorted(np.cumsum(tokens), room.tokens, side="right")))
-        rows = rows[:fits]
-        room.take(len(rows), int(tokens[:fits].sum()))
-        return rows
+        in_order = sorted(keys, key=lambda key: (self._served.get(key, -1), key))
+        first, group = in_order[0], in_order[:1]
+        for key in in_order[1:]:
+            if all(self._share(key, other) for other in group):
+                group.append(key)
+        return first, sorted(group, key=self._decode_first)
 
     def _share(self, a: ReadyKey, b: ReadyKey) -> bool:
         if a.node != b.node:
             return False
-        return a == b or b.walk in self._batch_with.get(a, ()) or a.walk in self._batch_with.get(b, ())
+        return a == b or b.walk in self._batch_with(a) or a.walk in self._batch_with(b)
+
+    def _batch_with(self, key: ReadyKey) -> Sequence[str]:
+        return self._policies.get(key, NOT_CHUNKED).batch_with
 
     def _decode_first(self, key: ReadyKey) -> tuple[bool, ReadyKey]:
-        return (not self._batch_with.get(key), key)
+        return (not self._batch_with(key), key)
 
 
-class _Room:
-    """What is left of a step's limits. `kept`: rows of it that are for the key whose turn it is."""
+class _Draft:
+    """A step that is being put together. `rows` are left; `kept` of them are for the key whose turn it is.
+    `num_rows` and `tokens` are in it."""
 
-    __slots__ = ("kept", "rows", "tokens")
+    __slots__ = ("carried", "kept", "num_rows", "portions", "rows", "spec_ids", "tokens")
 
-    def __init__(self, rows: int, tokens: int) -> None:
+    def __init__(self, rows: int, kept: int) -> None:
         self.rows = rows
-        self.tokens = tokens
-        self.kept = 0
+        self.kept = kept
+        self.num_rows = 0
+        self.tokens = 0
+        self.spec_ids: list[int] = []
+        self.portions: list[Portion] = []
+        self.carried: list[int] = []
 
-    def take(self, rows: int, tokens: int) -> None:
-        self.rows -= rows
-        self.tokens -= tokens
+    def add(self, taken: TakenRows, num_tokens: int, limits: np.ndarray | None = None) -> None:
+        self.portions.append(Portion(taken, limits))
+        self.num_rows += len(taken.rows)
+        self.rows -= len(taken.rows)
+        self.tokens += num_tokens

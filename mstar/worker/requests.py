@@ -58,7 +58,8 @@ class Request:
 class RequestTable:
     """Requests by handle, with the columns of the loop.
 
-    `in_steps` int32 [capacity]: steps that hold the row, enqueued or armed. `removing` bool [capacity]. By signal, an
+    `in_steps` int32 [capacity]: steps that hold the row, enqueued or armed. `removing` bool [capacity].
+    `prompt_computed` int32 [capacity]: prompt tokens before this one have been computed, or adopted. By signal, an
     int64 [capacity] of the values emitted so far.
     """
 
@@ -66,11 +67,13 @@ class RequestTable:
         self._by_handle: HandleMap[Request] = rids.handle_map("requests")
         self._emitted: dict[str, np.ndarray] = {}
         self.in_steps = np.zeros(capacity, np.int32)
+        self.prompt_computed = np.zeros(capacity, np.int32)
         self.removing = np.zeros(capacity, np.bool_)
 
     def put(self, request: Request) -> None:
         self._by_handle[request.handle] = request
         self.in_steps[request.handle] = 0
+        self.prompt_computed[request.handle] = 0
         self.removing[request.handle] = False
         for emitted in self._emitted.values():
             emitted[request.handle] = 0

@@ -22,12 +22,19 @@ ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 class StepCounters:
     """`speculated` steps were composed before the end of the step before them, by timestamps; `fresh` ones were not;
-    `abandoned` ones were never submitted. `num_prefill_tokens`: prompt tokens that submitted steps computed."""
+    `abandoned` ones were never submitted. `num_prefill_tokens`: prompt tokens that submitted steps computed, each for
+    the first time; `num_recomputed_tokens`: tokens that they computed again, because their request had been preempted.
+    """
 
     def __init__(
-        self, gauges: Callable[[], Mapping[str, float]], stage_times: Callable[[], Mapping[str, float]]
+        self,
+        gauges: Callable[[], Mapping[str, float]],
+        stage_times: Callable[[], Mapping[str, float]],
+        prompt_computed: np.ndarray,
     ) -> None:
-        """`gauges`: what is held now. `stage_times`: where the loop's time went."""
+        """`gauges`: what is held now. `stage_times`: where the loop's time went. `prompt_computed` int32 [handles]: how
+        much of each prompt has been computed; written here, emptied by who gives handles out."""
+        self._prompt_computed = prompt_computed
         self._gauges = gauges
         self._stage_times = stage_times
         self._steps_by_rows = [0] * (len(ROW_BOUNDS) + 1)
@@ -37,19 +44,32 @@ class StepCounters:
         self.fresh = 0
         self.num_abandoned = 0
         self.num_prefill_tokens = 0
+        self.num_recomputed_tokens = 0
 
     def submitted(self, step: Step, before: Step | None) -> None:
         self._steps_by_rows[bisect_left(ROW_BOUNDS, step.num_rows)] += 1
         self._num_rows += step.num_rows
-        columns = step.columns
-        missing = columns.num_prompt - columns.lengths
-        if missing.max(initial=0) > 0:
-            self.num_prefill_tokens += int(np.minimum(np.maximum(missing, 0), step.spans).sum())
+        self._count_prompts(step)
         ended_ns = before.event.ended_ns if before is not None and before.event is not None else None
         if ended_ns is not None and (ended_ns == 0 or step.composed_ns < ended_ns):
             self.speculated += 1
         else:
             self.fresh += 1
+
+    def _count_prompts(self, step: Step) -> None:
+        columns = step.columns
+        some = columns.lengths < columns.num_prompt
+        if step.unfinished is not None:
+            some = some | step.unfinished  # what is restored may lie behind the prompt
+        if not some.any():
+            return
+        handles, lengths, spans = columns.handles[some], columns.lengths[some], step.spans[some]
+        ends = np.minimum(lengths + spans, columns.num_prompt[some])
+        before = self._prompt_computed[handles]
+        new = int(np.maximum(ends - np.maximum(lengths, before), 0).sum())
+        self._prompt_computed[handles] = np.maximum(before, ends)
+        self.num_prefill_tokens += new
+        self.num_recomputed_tokens += int(spans.sum()) - new
 
     def abandoned(self) -> None:
         self.num_abandoned += 1
@@ -67,6 +87,7 @@ class StepCounters:
             **self._stage_times(),
             **self._row_histogram(),
             "mstar_prefill_tokens_computed_total": float(self.num_prefill_tokens),
+            "mstar_recomputed_tokens_total": float(self.num_recomputed_tokens),
             'mstar_steps_total{kind="speculated"}': float(self.speculated),
             'mstar_steps_total{kind="fresh"}': float(self.fresh),
             'mstar_steps_total{kind="abandoned"}': float(self.num_abandoned),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -218,6 +219,8 @@ class Worker:
         self._stops = self._parts.engine.check_stop(cur)
         for part in cur.parts:
             wished = self._parts.walks.stopping(part.taken.key, part.taken.rows)
+            if wished and cur.unfinished is not None:
+                wished = [i for i in wished if not cur.unfinished[part.begin + i]]
             if wished:
                 loops = self._parts.walks.loops_around(part.taken.key)
                 self._stops.extend((part, StopDecision(np.asarray(wished), loop, finish=False)) for loop in loops)
@@ -240,8 +243,9 @@ class Worker:
         removed = parts.teardown.removing(handles)
         gone = cur.dropped.union(cur.failed, removed)
         ended = self._end_loops(cur, gone)
+        carried = [] if nxt is None else [nxt.parts[index].taken.rows for index in nxt.carried]
         for part in cur.parts:
-            self._complete(cur, part, gone, routed)
+            self._complete(cur, part, gone, carried, routed)
         keep = np.fromiter((row not in gone for row in handles.tolist()), np.bool_, len(handles)) if gone else None
         parts.engine.publish(cur, keep)
         if nxt is not None:
@@ -251,6 +255,8 @@ class Worker:
                     kept = [row for row in parts.graph.spec_going(spec_id) if row not in gone]
                     nxt.dropped.update(set(part.taken.rows).difference(kept))
                 parts.graph.spec_settle(spec_id, kept)
+            if gone:
+                nxt.dropped.update(row for rows in carried for row in rows if row in gone)
         if cur.failed:
             self._fail_rows({row: why for row, why in cur.failed.items() if row not in cur.dropped})
         parts.outbox.count(routed)
@@ -287,15 +293,23 @@ class Worker:
         self._stops = []
         return ended
 
-    def _complete(self, cur: Step, part: StepPart, gone: set[int], routed: Routed) -> None:
+    def _complete(
+        self, cur: Step, part: StepPart, gone: set[int], carried: Sequence[Sequence[int]], routed: Routed
+    ) -> None:
+        """Rows whose run has ended leave the step. The others stay in it for the next step that has `carried` them, or
+        go back to the front of their queue."""
         taken = part.taken
         ids = cur.outputs.ids_of(part)
         rows = taken.rows
-        if gone and not gone.isdisjoint(rows):
-            kept = [i for i, row in enumerate(rows) if row not in gone]
+        going = set() if cur.unfinished is None else self._unfinished(cur, part).difference(gone)
+        if going or (gone and not gone.isdisjoint(rows)):
+            kept = [i for i, row in enumerate(rows) if row not in gone and row not in going]
             lost = [row for row in rows if row in gone and row not in cur.dropped]
             if lost:
                 self._parts.graph.fail(lost)
+            waiting = going.difference(*carried)
+            if waiting:
+                self._parts.graph.give_back(taken.key, [row for row in rows if row in waiting])
             rows = [rows[i] for i in kept]
             ids = {name: [column[i] for i in kept] for name, column in ids.items()}
         if rows:
@@ -303,6 +317,13 @@ class Worker:
                 self._parts.graph.complete(taken.key, rows, ids, routed)
             except GraphError as error:
                 self._refuse(cur, rows, error, gone)
+
+    @staticmethod
+    def _unfinished(step: Step, part: StepPart) -> set[int]:
+        """Rows of a part whose run needs further steps."""
+        if step.unfinished is None:
+            return set()
+        return {part.taken.rows[i] for i in np.flatnonzero(step.unfinished[part.begin : part.end]).tolist()}
 
     def _refuse(self, cur: Step, rows: list[int], error: GraphError, gone: set[int]) -> None:
         """What the node made or decided for these rows does not fit its declaration."""

@@ -1,0 +1,43 @@
+"""`StepCost`: how long a step takes on this machine, as far as it can be foretold.
+
+Plain arithmetic, on any thread.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds. A step with prompts that computes n tokens over c tokens of cache takes `base_s` + n `token_s` + n c
+    `pair_s`, the tokens of a chunk reading those before them in it as well; a step of n decode rows takes
+    `decode_base_s` + n `decode_row_s`, and `pair_s` for each token of their caches."""
+
+    base_s: float
+    token_s: float
+    pair_s: float
+    decode_base_s: float
+    decode_row_s: float
+
+    def decode_s(self, num_rows: int, contexts: int) -> float:
+        """Decode rows alone, which read `contexts` tokens of cache together."""
+        return self.decode_base_s + num_rows * self.decode_row_s + contexts * self.pair_s
+
+    def mixed_s(self, num_tokens: int, contexts: int) -> float:
+        """What a step with prompts takes before the first token of a prompt: itself, and `num_tokens` rows of one token
+        each that read `contexts` tokens together."""
+        return self.base_s + num_tokens * self.token_s + contexts * self.pair_s
+
+    def chunk_s(self, num_tokens: int, start: int) -> float:
+        """What a chunk adds to a step, with `start` tokens of its row in the cache."""
+        return num_tokens * (self.token_s + (start + num_tokens / 2) * self.pair_s)
+
+    def chunk_tokens(self, seconds: float, start: int) -> int:
+        """The most tokens whose `chunk_s` is within `seconds`."""
+        if seconds <= 0:
+            return 0
+        # pair/2 n² + (token + start pair) n = seconds, in the form that stays exact when pair is small
+        linear = self.token_s + start * self.pair_s
+        return int(2 * seconds / (linear + math.sqrt(linear * linear + 2 * self.pair_s * seconds)))
