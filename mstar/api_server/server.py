@@ -95,6 +95,7 @@ def assemble_front(
         walks=walks,
         workers=workers,
         pool=pool,
+        max_rows=spec.max_rows,
         max_queue=spec.max_queue,
         request_timeout_s=server.request_timeout_s,
     )

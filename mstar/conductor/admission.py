@@ -22,6 +22,18 @@ def check_length(request: GenerateRequest, max_seq_len: int) -> None:
         raise RefusedError(_too_long(max_seq_len, "at least 1 token", request.max_tokens_name, wanted))
 
 
+def check_choices(request: GenerateRequest, most: int) -> None:
+    """Refuses a request with more choices than may ever be live at once.
+
+    Raises:
+        RefusedError: 400 `too_many_choices`.
+    """
+    if request.num_results > most:
+        message = f"{request.num_results} choices are more than the {most} that this server runs and queues at once."
+        field = "n" if request.num_choices > 1 else _prompt_field(request.prompts[0])
+        raise RefusedError(Failure(400, "too_many_choices", message, param=field))
+
+
 def check_prompt_length(prompt: PromptInput, max_seq_len: int) -> None:
     """As `check_length`, for one prompt."""
     if prompt.token_ids is not None:

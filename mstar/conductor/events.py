@@ -72,15 +72,16 @@ class RefusedError(Exception):
 
 class RequestStream:
     """Events of one request. `waiting[i]`: choice i has emitted nothing yet. `rids[i]`: its id on the wire, empty until
-    it is started. `num_open`: choices that have not finished; 0 too when the request has failed. When it becomes 0,
-    `on_end` is called. `sink`: called by `wake`; takes what has come in place of the task that waits for it, or says
-    False."""
+    it is started. `num_open`: choices that have not finished; 0 too when the request has failed. `on_close` is called
+    with how many have ended, whenever some have; when `num_open` becomes 0, `on_end` is called. `sink`: called by
+    `wake`; takes what has come in place of the task that waits for it, or says False."""
 
     __slots__ = (
         "_pending",
         "_waiter",
         "is_dirty",
         "num_open",
+        "on_close",
         "on_end",
         "request",
         "rids",
@@ -97,6 +98,7 @@ class RequestStream:
         self.rids = [""] * request.num_results
         self.is_dirty = False
         self.sink: Callable[[], bool] | None = None
+        self.on_close: Callable[[int], object] | None = None
         self.on_end: list[Callable[[], object]] = []
         self._pending: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -114,6 +116,8 @@ class RequestStream:
     def close(self, num_choices: int) -> None:
         """So many choices have ended."""
         self.num_open -= num_choices
+        if self.on_close is not None:
+            self.on_close(num_choices)
         if not self.num_open:
             for callback in self.on_end:
                 callback()

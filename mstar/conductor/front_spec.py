@@ -13,8 +13,8 @@ from mstar.model.base import ModelCard, ModelSetup
 class FrontSpec:
     """`address` is where this process listens for messages, `supervisor_address` where it reports (None: to nobody).
     `served_names` are what `model` may be in a request, the first is the one shown. `placement` maps every node of the
-    model to its rank. `server` holds times, limits and keys as configured; `max_queue` bounds the requests that wait
-    for their first output."""
+    model to its rank. `server` holds times, limits and keys as configured; a worker runs up to
+    `max_rows` requests, and up to `max_queue` more may wait."""
 
     instance: str
     address: str
@@ -24,6 +24,7 @@ class FrontSpec:
     served_names: tuple[str, ...]
     placement: Mapping[str, int]
     server: ServerConfig
+    max_rows: int = 256
     max_queue: int = 1024
     incarnation: int = 0
     log_level: str = "info"

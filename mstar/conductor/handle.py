@@ -19,10 +19,11 @@ from pydantic import BaseModel
 
 from mstar.communication.host_tensors import from_numpy
 from mstar.communication.messages import OpenRequest
-from mstar.conductor.admission import check_length, check_prompt_length, grant_tokens
+from mstar.conductor.admission import check_choices, check_length, check_prompt_length, grant_tokens
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.events import Failure, PreparedEvent, RefusedError, RequestStream
 from mstar.conductor.preprocess import PreprocessPool
+from mstar.conductor.queue_bound import Load, QueueBound
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
 from mstar.conductor.request_table import RequestRecord
 from mstar.conductor.statistics import Statistics
@@ -31,11 +32,9 @@ from mstar.conductor.workers import WorkerTable
 from mstar.model.base import Model, ModelCard, PreparedPrompt
 
 logger = logging.getLogger(__name__)
-RETRY_FULL_QUEUE_S = 1
 RETRY_NOT_READY_S = 2
 PROMPT_TAIL = 8
 ABORTED = Failure(499, "request_aborted", "The request was aborted.")
-TIMED_OUT = Failure(504, "request_timeout", "The request took longer than this server allows.")
 SHUT_DOWN = Failure(503, "server_shutting_down", "The server is shutting down.")
 
 
@@ -61,8 +60,8 @@ class ModelFacts:
 
 
 class ConductorHandle:
-    """See the module docstring. `max_queue`: choices that may wait for their first output. `request_timeout_s`: longest
-    time from submission to the end."""
+    """See the module docstring. A worker runs `max_rows` choices at once, and `max_queue` more may wait.
+    `request_timeout_s`: longest time from submission to the end; a request may ask for less."""
 
     def __init__(
         self,
@@ -72,6 +71,7 @@ class ConductorHandle:
         walks: WalkDirectory,
         workers: WorkerTable,
         pool: PreprocessPool,
+        max_rows: int,
         max_queue: int,
         request_timeout_s: float | None = None,
     ) -> None:
@@ -81,7 +81,8 @@ class ConductorHandle:
         self._walks = walks
         self._workers = workers
         self._pool = pool
-        self._max_queue = max_queue
+        self._bound = QueueBound(max_rows, max_queue)
+        self._num_live_choices = 0
         self._request_timeout_s = request_timeout_s
         self._preparing: dict[RequestStream, asyncio.Task[None]] = {}
         self._live: set[RequestStream] = set()
@@ -117,7 +118,7 @@ class ConductorHandle:
         """Takes a request on. Its prompts are prepared behind this call; what is wrong with them comes as a `Failure`.
 
         Raises:
-            RefusedError: 429 the queue is full, 503 draining or no worker, 400 a prompt or an output that cannot fit.
+            RefusedError: 429 the queue is full, 503 draining or no worker, 400 what could never fit.
         """
         try:
             self._admit(request)
@@ -126,14 +127,13 @@ class ConductorHandle:
             raise
         stream = RequestStream(request, self._conductor.now())
         self._conductor.num_waiting += request.num_results
+        self._num_live_choices += request.num_results
         self._live.add(stream)
+        stream.on_close = self._choices_ended
         task = asyncio.create_task(self._prepare_and_start(stream))
         self._preparing[stream] = task
         task.add_done_callback(lambda _: self._preparing.pop(stream, None))
-        timer = None
-        if self._request_timeout_s is not None:
-            timer = asyncio.get_running_loop().call_later(self._request_timeout_s, self.abort, stream, TIMED_OUT)
-        stream.on_end.append(partial(self._ended, stream, timer))
+        stream.on_end.append(partial(self._ended, stream, self._start_timer(stream)))
         return stream
 
     def stop(self, stream: RequestStream, choice: int) -> None:
@@ -174,6 +174,18 @@ class ConductorHandle:
         for stream in list(self._live):
             self.abort(stream, SHUT_DOWN)
 
+    def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
+        """The deadline holds wherever the request is then: prepared, waiting on a worker, running, preempted."""
+        limits_s = [limit for limit in (stream.request.timeout_s, self._request_timeout_s) if limit is not None]
+        if not limits_s:
+            return None
+        failure = Failure(504, "request_timeout", f"The request has not ended within {min(limits_s):g} s.")
+        return asyncio.get_running_loop().call_later(min(limits_s), self.abort, stream, failure)
+
+    def _choices_ended(self, num_choices: int) -> None:
+        self._num_live_choices -= num_choices
+        self._bound.ended(num_choices, self._conductor.now())
+
     def _ended(self, stream: RequestStream, timer: asyncio.TimerHandle | None) -> None:
         if timer is not None:
             timer.cancel()
@@ -188,11 +200,10 @@ class ConductorHandle:
             raise RefusedError(
                 Failure(503, "not_ready", f"The server cannot answer now: {reason}.", retry_after_s=RETRY_NOT_READY_S)
             )
-        waiting = self._conductor.num_waiting
-        if waiting and waiting + request.num_results > self._max_queue:
-            message = f"{waiting} requests wait already, at most {self._max_queue} may. Try again later."
-            raise RefusedError(Failure(429, "queue_full", message, retry_after_s=RETRY_FULL_QUEUE_S))
         check_length(request, self.facts.max_seq_len)
+        check_choices(request, self._bound.most)
+        load = Load(self._num_live_choices, self.num_waiting, int(self._workers.gauge("mstar_queue_depth")))
+        self._bound.admit(request.num_results, load, self._conductor.now())
 
     async def _prepare_and_start(self, stream: RequestStream) -> None:
         request = stream.request

@@ -82,6 +82,10 @@ class WorkerTable:
         bounds = [state.max_total_tokens for state in self.states.values() if state.max_total_tokens > 0]
         return min(bounds) if bounds else None
 
+    def gauge(self, name: str) -> float:
+        """One gauge of all living workers, added up."""
+        return sum(state.gauges.get(name, 0.0) for state in self.states.values() if not state.is_lost)
+
     def summed_gauges(self) -> dict[str, float]:
         """Gauges of all living workers, added up by name."""
         sums: dict[str, float] = {}

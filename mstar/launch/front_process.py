@@ -24,6 +24,7 @@ def run_front_process(spec: ChildSpec) -> None:
         served_names=deployment.facts.served_names,
         placement=compiled.placement,
         server=deployment.config.server,
+        max_rows=deployment.config.scheduler.max_rows,
         max_queue=deployment.config.scheduler.max_queue,
         incarnation=spec.incarnation,
         log_level=spec.log_level,

@@ -57,7 +57,8 @@ def build_rank(
         rank=place.rank,
         incarnation=place.incarnation,
         max_rows=config.scheduler.max_rows,
-        max_waiting=config.scheduler.max_queue,
+        # Twice what the front takes on: requests that it has let go keep their handles until no step holds them.
+        max_waiting=config.scheduler.max_rows + 2 * config.scheduler.max_queue,
         max_step_tokens=step_tokens(config),
         overlap=overlap,
     )

@@ -44,7 +44,7 @@ class Row:
     start: StartWalk
     sampling: SamplingParams
     tokens: Iterator[int]
-    num_prompt_tokens: int
+    num_computed_tokens: int
     num_sampled: int = 0
     is_stopped: bool = False
 
@@ -52,7 +52,8 @@ class Row:
 @dataclass
 class FakeWorker:
     """`signal`: the emitted signal. `step_s`: pause between steps. `is_paused`: no steps while true. `is_silent`: no
-    heartbeats. `received`: every message from the front. `num_open`: requests that hold something here."""
+    heartbeats. `num_queued`: requests that it says wait for room. `num_cached`: prompt tokens that a request finds
+    computed. `received`: every message from the front. `num_open`: requests that hold something here."""
 
     bus: Bus[ToWorker]
     script: Script
@@ -64,6 +65,8 @@ class FakeWorker:
     is_silent: bool = False
     is_ended: bool = False
     max_total_tokens: int = 0
+    num_queued: int = 0
+    num_cached: Callable[[OpenRequest], int] = lambda _: 0
     logprobs: Callable[[int, SamplingParams], TokenLogprobs | None] | None = None
     received: list[ToWorker] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
@@ -94,6 +97,7 @@ class FakeWorker:
             return
         gauges = {
             "mstar_handles": float(self.num_open),
+            "mstar_queue_depth": float(self.num_queued),
             "mstar_running_rows": float(len(self.rows)),
             'mstar_pages{pool="kv",state="owned"}': float(self.num_open),
             'mstar_pages{pool="kv",state="free"}': 100.0 - self.num_open,
@@ -138,7 +142,7 @@ class FakeWorker:
                         rank=self.rank,
                         reason=reason,
                         emits={self.signal: row.num_sampled} if row.num_sampled else {},
-                        num_computed_prompt_tokens=row.num_prompt_tokens,
+                        num_computed_prompt_tokens=row.num_computed_tokens,
                     )
                 )
         frames: list[Message] = []
@@ -168,7 +172,9 @@ class FakeWorker:
                 case StartWalk(rid=rid, open=OpenRequest() as opening):
                     self.opened.add(rid)
                     num_prompt = 0 if opening.prompt_ids is None else opening.prompt_ids.shape[0]
-                    self.rows[rid] = Row(message, opening.sampling, iter(self.script(opening)), num_prompt)
+                    self.rows[rid] = Row(
+                        message, opening.sampling, iter(self.script(opening)), num_prompt - self.num_cached(opening)
+                    )
                 case Stop(rid=rid):
                     if rid in self.rows:
                         self.rows[rid].is_stopped = True

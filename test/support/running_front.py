@@ -42,7 +42,7 @@ def build_spec(directory: Path, **changes: Any) -> FrontSpec:
         served_names=(MODEL, "org/tiny-alias"),
         placement={"LLM": 0},
         server=ServerConfig(),
-        max_queue=64,
+        max_queue=512,
         log_level="warning",
     )
     return replace(spec, **changes)

@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
+MAX_SALT_CHARS = 256
 MAX_BIAS = 100
 LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-9, 1e9
 """It scales logits by up to this much, and a temperature by 1e5 more: fp32, which ends at 3e38, holds that."""
@@ -116,7 +117,26 @@ class GenerationFields(Schema):
         Field(description="The model's own parameters; their schema is in /v1/models."),
     ] = None
 
-    cache_salt: Unsupported = None
+    priority: Annotated[
+        int | None, Field(ge=-(2**31), le=MAX_INT, description="Lower is served sooner; 0 where none is given.")
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=MAX_SALT_CHARS,
+            description="Prompts with another salt, or none, share no cached prefix with this one.",
+        ),
+    ] = None
+    timeout: Annotated[
+        Finite | None,
+        Field(
+            gt=0,
+            description="Seconds from submission after which the request ends with 504; the server's own limit holds "
+            "where it is smaller.",
+        ),
+    ] = None
+
     guided_json: Unsupported = None
     guided_regex: Unsupported = None
     guided_choice: Unsupported = None

@@ -27,6 +27,7 @@ def front(_front: RunningFront) -> Iterator[RunningFront]:
     if _front.worker.is_paused:
         _front.call(_front.worker.resume)
     _front.reply(REPLY)
+    _front.worker.num_cached = lambda _: 0
     answer = _front.chat(max_tokens=2)
     assert answer.status_code == 200, answer.text
     _front.wait_until(lambda: _front.worker.num_open == 0)

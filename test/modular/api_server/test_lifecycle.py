@@ -193,10 +193,10 @@ class InBackground:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[RunningFront]:
-    """A front that a test may break: short watchdog and timeouts, a queue of 2."""
+    """A front that a test may break: short watchdog and timeouts, 2 rows and a queue of 2."""
     spec = build_spec(tmp_path)
     server = ServerConfig(watchdog_s=0.5, step_timeout_s=5, drain_timeout_s=1)
-    with RunningFront(replace(spec, server=server, max_queue=2), build_tokenizer(), endless) as front:
+    with RunningFront(replace(spec, server=server, max_rows=2, max_queue=2), build_tokenizer(), endless) as front:
         front.call(lambda: setattr(front.worker, "step_s", 0.01))
         yield front
 
@@ -247,31 +247,83 @@ def test_a_frozen_worker_turns_red_within_the_watchdog_time(own: RunningFront):
 
 
 def test_a_full_queue_is_429_with_retry_after(own: RunningFront):
+    """As many as run and wait are taken on, however they arrive; those that are refused disturb nobody."""
     own.call(lambda: setattr(own.worker, "is_paused", True))
-    waiting = [InBackground(own, max_tokens=2) for _ in range(2)]
-    own.wait_until(lambda: own.parts.handle.num_waiting == 2)
-    refused = own.chat(max_tokens=2)
-    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
-    assert refused.json()["error"]["code"] == "queue_full" and refused.json()["error"]["type"] == "rate_limit_error"
+    waiting = [InBackground(own, max_tokens=2) for _ in range(4)]
+    own.wait_until(lambda: own.worker.num_open == 4)
+    for refused in (own.chat(max_tokens=2), own.complete(max_tokens=2), own.chat(max_tokens=2, stream=True)):
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "queue_full" and refused.json()["error"]["type"] == "rate_limit_error"
+    assert own.worker.num_open == 4
     own.call(own.worker.resume)
-    assert [pending.answer().status_code for pending in waiting] == [200, 200]
+    assert [pending.answer().status_code for pending in waiting] == [200] * 4
     assert own.chat(max_tokens=2).status_code == 200
-    assert len(own.chat(n=3, max_tokens=2).json()["choices"]) == 3, "an empty queue takes a request of any size"
-    assert 'mstar_refused_requests_total{code="queue_full"} 1.0' in own.http.get("/metrics").text
+    assert 'mstar_refused_requests_total{code="queue_full"} 3.0' in own.http.get("/metrics").text
+
+
+def test_choices_count_one_by_one(own: RunningFront):
+    """2 may run and 2 wait: 4 choices fit, 5 never do, and 2 not beside 3."""
+    assert len(own.chat(n=4, max_tokens=2).json()["choices"]) == 4
+    assert len(own.complete(["a", "b"], n=2, max_tokens=2).json()["choices"]) == 4
+    for refused, field in ((own.chat(n=5, max_tokens=2), "n"), (own.complete(["a"] * 5, max_tokens=2), "prompt")):
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "too_many_choices", field)
+        assert "5 choices" in error["message"] and "4" in error["message"]
+    own.call(lambda: setattr(own.worker, "is_paused", True))
+    waiting = InBackground(own, n=3, max_tokens=2)
+    own.wait_until(lambda: own.worker.num_open == 3)
+    assert own.chat(n=2, max_tokens=2).status_code == 429
+    last = InBackground(own, max_tokens=2)
+    own.wait_until(lambda: own.worker.num_open == 4)
+    own.call(own.worker.resume)
+    assert len(waiting.answer().json()["choices"]) == 3
+    assert last.answer().status_code == 200
 
 
 def test_running_requests_do_not_count_as_queue(own: RunningFront):
-    """Four run, though only two may wait."""
-    names = {"x-request-id": "running"}
+    """Two run and have shown something; two more may wait, whether their prompts are prepared or not."""
+    headers = {"x-request-id": "running"}
     threads = []
     for count in range(1, 5):
-        threads.append(threading.Thread(target=own.http.post, args=(CHAT,), kwargs={"json": BODY, "headers": names}))
+        threads.append(threading.Thread(target=own.http.post, args=(CHAT,), kwargs={"json": BODY, "headers": headers}))
         threads[-1].start()
         own.wait_until(lambda count=count: len(own.worker.rows) == count and own.parts.handle.num_waiting == 0)
-    assert own.chat(max_tokens=2).status_code == 200
+    assert own.chat(max_tokens=2).status_code == 429
     assert own.http.delete("/v1/requests/running").json()["aborted"] == 4
     for thread in threads:
         thread.join(10)
+    assert own.chat(max_tokens=2).status_code == 200
+
+
+def test_requests_whose_prompts_are_prepared_have_their_place(own: RunningFront, monkeypatch: pytest.MonkeyPatch):
+    prepare, may_go = own.parts.pool.prepare, own.call(asyncio.Event)
+
+    async def slow_prepare(*args: object):
+        await may_go.wait()
+        return await prepare(*args)
+
+    monkeypatch.setattr(own.parts.pool, "prepare", slow_prepare)
+    waiting = [InBackground(own, max_tokens=2) for _ in range(4)]
+    own.wait_until(lambda: own.parts.handle.num_live == 4)
+    assert own.worker.num_open == 0
+    assert own.chat(max_tokens=2).status_code == 429
+    own.call(may_go.set)
+    assert [pending.answer().status_code for pending in waiting] == [200] * 4
+    assert own.chat(max_tokens=2).status_code == 200
+
+
+def test_requests_that_wait_for_room_are_bounded_too(own: RunningFront):
+    """The worker has room for one only: the queue is full when it says so, and empty as soon as it has emitted."""
+    own.call(lambda: setattr(own.worker, "is_paused", True))
+    own.call(lambda: setattr(own.worker, "num_queued", 2))
+    waiting = [InBackground(own, max_tokens=2) for _ in range(3)]
+    own.wait_until(lambda: own.worker.num_open == 3)
+    own.call(own.worker.beat)
+    own.wait_until(lambda: own.parts.handle.worker_gauges()["mstar_queue_depth"] == 2)
+    assert own.chat(max_tokens=2).status_code == 429
+    own.call(own.worker.resume)
+    assert [pending.answer().status_code for pending in waiting] == [200] * 3
+    assert own.chat(max_tokens=2).status_code == 200, "an old report counts nobody who has emitted"
 
 
 def test_draining_refuses_new_requests_and_lets_running_ones_finish(own: RunningFront):
@@ -287,16 +339,6 @@ def test_draining_refuses_new_requests_and_lets_running_ones_finish(own: Running
     assert own.http.get("/health").status_code == own.http.get("/live").status_code == 200
     stream = Streamed.parse(running.answer())
     assert stream.is_done and stream.text() == " The capital of France is Paris."
-
-
-def test_a_request_may_take_no_longer_than_configured(tmp_path: Path):
-    spec = replace(build_spec(tmp_path), server=ServerConfig(request_timeout_s=0.3))
-    with RunningFront(spec, build_tokenizer(), endless) as front:
-        front.call(lambda: setattr(front.worker, "step_s", 0.01))
-        answer = front.chat()
-        assert answer.status_code == 504 and answer.json()["error"]["code"] == "request_timeout"
-        front.wait_until(lambda: front.worker.num_open == 0)
-        assert front.chat(max_tokens=3).status_code == 200
 
 
 def test_before_a_worker_is_ready_nothing_is_taken_on(tmp_path: Path):

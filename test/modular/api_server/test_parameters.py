@@ -58,6 +58,9 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("logit_bias", [{"400": 1}, {"-1": 1}, {"x": 1}, {"1.5": 1}, {"٣": 1}, {" 1": 1}, {"9" * 40: 1}]),
     ("logit_bias", [{"05": 1, "5": 2}, {"-0": 1}]),
     ("logit_bias", [{"1": 101}, {"1": "x"}, {"1": None}, [1]]),
+    ("priority", [2**31, -(2**31) - 1, 1.0, 0.5, "1", True, 2**64]),
+    ("cache_salt", ["", "x" * 257, 5, True, ["x"]]),
+    ("timeout", [0, -1, 0.0, -0.0, "5", True, 10**400, [1]]),
     ("parameters", [5, []]),
     ("model", [None, 5]),
 ]  # fmt: skip
@@ -135,6 +138,24 @@ def test_stop_ids_below_min_tokens_do_not_end_the_text_here(front: RunningFront)
     front.reply(" The")
     got = sampling(front, min_tokens=4, logit_bias={"2": 100})
     assert (got.min_tokens, got.bias_ids, got.stop_token_ids) == (4, (2,), (2,))
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (0, "")),
+        ({"priority": None, "cache_salt": None, "timeout": None}, (0, "")),
+        ({"priority": 2**31 - 1}, (2**31 - 1, "")),
+        ({"priority": -(2**31)}, (-(2**31), "")),
+        ({"cache_salt": "é" * 256}, (0, "é" * 256)),
+        ({"cache_salt": " ", "timeout": 1e300}, (0, " ")),
+        ({"timeout": 30}, (0, "")),
+    ],
+)
+def test_priority_and_salt_reach_the_worker(front: RunningFront, route: str, fields: Any, expected: tuple[int, str]):
+    got = opened(front, route, **fields)
+    assert (got.priority, got.cache_salt) == expected
 
 
 def test_context_length(front: RunningFront):
@@ -260,7 +281,6 @@ NOT_YET: list[tuple[str, Any, Any]] = [
     ("web_search_options", {}, None),
     ("service_tier", "flex", "auto"),
     ("store", True, False),
-    ("cache_salt", "x", None),
     ("guided_json", {}, None),
     ("guided_regex", "x", None),
 ]

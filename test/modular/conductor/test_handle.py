@@ -46,7 +46,7 @@ def with_handle(
             walks=rig.walks,
             workers=rig.workers,
             pool=pool,
-            **({"max_queue": 8} | options),
+            **({"max_rows": 4, "max_queue": 8} | options),
         )
         try:
             await pool.start()
@@ -166,26 +166,56 @@ def test_a_request_of_several_workers_waits_for_each():
     with_handle(use, "codec_apart")
 
 
-def test_admission_counts_what_waits_for_its_first_output():
+def test_admission_counts_choices_until_they_end():
+    """Two run and one waits, whoever has emitted; a place is free as soon as a choice has ended or was aborted."""
+
     async def use(handle: ConductorHandle, rig: ConductorRig) -> None:
         first = handle.submit(request(native(5), num_choices=2))
         with pytest.raises(RefusedError) as caught:
             handle.submit(request(native(5), num_choices=2))
         assert (caught.value.failure.status, caught.value.failure.code) == (429, "queue_full")
+        assert (handle.num_live, handle.num_waiting) == (1, 2), "nothing is left of the refused one"
         await openings(rig, 2)
-        rig.emit(first.rids[0])
-        second = handle.submit(request(native(5), num_choices=2))
-        assert handle.num_waiting == 3
+        rig.emit(*first.rids)
+        second = handle.submit(request(native(6)))
+        with pytest.raises(RefusedError):
+            handle.submit(request(native(5)))
+        handle.abort(first)
+        third = handle.submit(request(native(5), num_choices=2))
         handle.begin_drain()
         with pytest.raises(RefusedError) as draining:
             handle.submit(request(native(5)))
         assert draining.value.failure.status == 503
-        handle.abort(first)
         handle.abort(second)
+        handle.abort(third)
         await handle.drained(0.1)
-        assert handle.statistics.refusals == {"queue_full": 1, "server_shutting_down": 1}
+        assert handle.statistics.refusals == {"queue_full": 2, "server_shutting_down": 1}
 
-    with_handle(use, max_queue=3)
+    with_handle(use, max_rows=2, max_queue=1)
+
+
+def test_more_choices_than_there_are_places_are_the_clients_fault():
+    async def use(handle: ConductorHandle, rig: ConductorRig) -> None:
+        for asked, field in ((request(native(5), num_choices=4), "n"), (request(*[native(5)] * 4), "prompt")):
+            with pytest.raises(RefusedError) as caught:
+                handle.submit(asked)
+            assert (caught.value.failure.status, caught.value.failure.param) == (400, field)
+        handle.abort(handle.submit(request(native(5), num_choices=3)))
+
+    with_handle(use, max_rows=2, max_queue=1)
+
+
+def test_the_deadline_of_a_request_or_of_the_server():
+    async def use(handle: ConductorHandle, rig: ConductorRig) -> None:
+        loop = asyncio.get_running_loop()
+        for own_s, at_least, at_most in ((0.1, 0.1, 0.4), (None, 0.4, 5.0), (9.0, 0.4, 5.0)):
+            began = loop.time()
+            stream = handle.submit(request(native(5), timeout_s=own_s))
+            events = [event async for event in stream]
+            assert isinstance(events[-1], Failure) and (events[-1].status, events[-1].code) == (504, "request_timeout")
+            assert at_least <= loop.time() - began < at_most
+
+    with_handle(use, request_timeout_s=0.4)
 
 
 def test_a_drain_fails_what_is_left_after_its_time():
