@@ -5,7 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 ARGS   ?=
 
-.PHONY: install serve check test test-full fix bench docs clean
+SECONDS ?= 60
+SEED   ?= 0
+
+.PHONY: install serve check test test-full soak fix bench docs clean
 
 # A stamp newer than what it was made from means that nothing has to be installed.
 RUNTIME := $(VENV)/.stamp-runtime
@@ -47,6 +50,9 @@ test: install                ## what CI runs
 test-full: install           ## everything that runs on a CPU, with many more random cases (MSTAR_TEST_FULL=1)
 	$(MAKE) --no-print-directory check
 	MSTAR_TEST_FULL=1 $(BIN)/python -m pytest -q -m "not gpu" test/modular
+
+soak: install                ## real servers on tiny pools under random load, departures and faults; SECONDS=600 SEED=3
+	PYTHONPATH=test $(BIN)/python -m soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 bench: install               ## host cost of a step, then the front process per streamed token
 	$(BIN)/python -m benchmark.worker_phases --rows 64 --steps 300 --json
