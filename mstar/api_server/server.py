@@ -26,6 +26,7 @@ from mstar.api_server.app import create_app
 from mstar.api_server.connection import FrontProtocol, raise_descriptor_limit
 from mstar.api_server.front_state import FrontState
 from mstar.api_server.log_format import configure_logging
+from mstar.api_server.loop_watch import LoopWatch
 from mstar.communication.address import FRONT_RANK
 from mstar.communication.bus import Bus, ZmqBus
 from mstar.communication.messages import Hello, Ready, ToFront
@@ -126,6 +127,8 @@ class _Front:
         self._hello()
         parts = assemble_front(self._spec, self._bus, loop, on_ready=self._tell_ready, on_shutdown=self._drain.set)
         server = FrontServer(uvicorn_config(parts.app))
+        watch = LoopWatch(loop, self._spec.server.watchdog_s)
+        watch.start()
         try:
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
             await parts.pool.start()
@@ -135,6 +138,7 @@ class _Front:
             server.should_exit = True
             await serving
         finally:
+            watch.close()
             parts.conductor.close()
             parts.pool.close()
             self._bus.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
@@ -184,7 +185,11 @@ class Engine:
         step.event = self._executor.submit(work)
 
     def finish(self, step: Step) -> None:
-        """After the step's event: failed rows, host copies, and ids of the outputs in the store."""
+        """After the step's event: failed rows, host copies, and ids of the outputs in the store.
+
+        Raises:
+            torch.AcceleratorError: the device itself has failed, so no further step can run.
+        """
         if step.state is not StepState.SUBMITTED or step.event is None or not step.event.done():
             raise RuntimeError(f"a step is finished once, after its event, not in state {step.state.value}")
         node, plan = self._nodes[step.node], _plan_of(step)
@@ -193,6 +198,8 @@ class Engine:
         done = plan.done
         if step.event.error is not None or done is None:
             step.error = step.event.error
+            if isinstance(step.error, torch.AcceleratorError):
+                raise step.error
             _fail_all(step, f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}")
             return
         for begin, end in done.short_of_memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -21,6 +22,7 @@ def main() -> int:
     # The terminal's interrupt and a service manager's signal to the group reach the supervisor, which decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()  # a crash of native code leaves the stacks of all threads in the log
     name = "front" if spec.role == "front" else f"worker {spec.rank}"
     logging.basicConfig(
         level=spec.log_level.upper(), format=f"%(asctime)s %(levelname).1s {name}: %(message)s", datefmt="%H:%M:%S"

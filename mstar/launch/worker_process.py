@@ -49,7 +49,7 @@ def run_worker_process(spec: ChildSpec) -> None:
     gc.collect()
     gc.freeze()  # what was loaded stays; collections during serving need not walk it
     parts.inbox.apply([PeerUp(peer.rank, peer.incarnation, peer.address) for peer in spec.peers])
-    heartbeat, heartbeat_bus = _start_heartbeat(spec, parts)
+    heartbeat, heartbeat_bus = _start_heartbeat(spec, parts, deployment.config.server.step_timeout_s)
     _announce(spec, parts, bus)
     try:
         worker.run()
@@ -77,13 +77,17 @@ def _announce(spec: ChildSpec, parts: WorkerParts, bus: Bus[ToWorker]) -> None:
     bus.send(SUPERVISOR, (ready,))
 
 
-def _start_heartbeat(spec: ChildSpec, parts: WorkerParts) -> tuple[HeartbeatThread, Bus[ToWorker]]:
+def _start_heartbeat(
+    spec: ChildSpec, parts: WorkerParts, step_timeout_s: float
+) -> tuple[HeartbeatThread, Bus[ToWorker]]:
     """On a socket of its own: sockets belong to one thread."""
     bus: ZmqBus[ToWorker] = ZmqBus(None, decode_to_worker)
     front = next(peer for peer in spec.peers if peer.rank == FRONT_RANK)
     bus.connect(peer_name(FRONT_RANK), front.address)
     parts.counters.refresh(parts.age)
-    heartbeat = HeartbeatThread(bus, peer_name(FRONT_RANK), spec.rank, spec.incarnation, parts.age)
+    heartbeat = HeartbeatThread(
+        bus, peer_name(FRONT_RANK), spec.rank, spec.incarnation, parts.age, step_timeout_s=step_timeout_s
+    )
     heartbeat.start()
     return heartbeat, bus
 

@@ -59,8 +59,11 @@ class Worker:
 
     def run(self) -> None:
         """Until `Shutdown`. Blocks on the bus whenever there is neither a step nor a row to run."""
+        age = self._parts.age
         while not self._parts.inbox.closing:
+            age.tick_ns = time.monotonic_ns()
             if not self.tick_once() and not self._parts.inbox.closing:
+                age.tick_ns = 0
                 self._rest()
             self._parts.counters.refresh_if_due(self._parts.age)
 
@@ -201,6 +204,7 @@ class Worker:
         step.submitted_ns = time.monotonic_ns()
         if before is None or before.state is StepState.DONE:
             self._parts.age.since_ns = step.submitted_ns
+            self._parts.age.step = step
         self._parts.engine.submit(step)
         self._parts.counters.submitted(step, before)
 
@@ -213,6 +217,7 @@ class Worker:
         if cur.state is StepState.SUBMITTED:
             self._parts.engine.finish(cur)
         self._parts.age.since_ns = 0 if behind is None else time.monotonic_ns()
+        self._parts.age.step = behind
 
     def check_stop(self, cur: Step) -> None:
         """Which loops end, by host rows and by the front's wish."""
