@@ -91,7 +91,7 @@ class TinyDecoder(NodeSubmodule):
         self.batch_sizes.append(inputs.last.shape[0])
         if self.fail:
             raise self.fail.pop()
-        x = self.embedding[inputs.tokens]
+        x = self.embed(inputs)
         for layer in self.layers:
             x = layer(x)
         hidden = x[inputs.last]
@@ -99,6 +99,9 @@ class TinyDecoder(NodeSubmodule):
         if self.poison_token is not None:
             logits[inputs.tokens[inputs.last] == self.poison_token] = float("nan")
         return {"token": self.head.sampler.sample(logits), "hidden": hidden}
+
+    def embed(self, inputs: EngineInputs) -> Tensor:
+        return self.embedding[inputs.tokens]
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
         stopped = np.flatnonzero(self.head.sampler.stopped(rows.handles, host_rows["token"]))
