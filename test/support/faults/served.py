@@ -14,7 +14,7 @@ from pathlib import Path
 from support.checkpoints import tiny_llama, write_directory
 from support.faults.declared import lose_the_device, raise_injected, run_out_of_memory
 
-from mstar.engine.submodule import NodeSubmodule
+from mstar.engine.submodule import EngineInputs, NodeOutputs, NodeSubmodule
 from mstar.model.base import ModelCard
 from mstar.model.llama.submodules import build_submodule as build_llama
 from mstar.model.submodule_context import SubmoduleContext
@@ -35,13 +35,13 @@ def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
     directory = Path(context.setup.config["faults_in"])
     forward = node.forward_batched
 
-    def faulty(walk, inputs):
+    def faulty(graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         hold_while_stuck(directory)
         for name, effect in EFFECTS.items():
             if (directory / name).exists():
                 (directory / name).unlink()
                 effect()
-        return forward(walk, inputs)
+        return forward(graph_walk, inputs)
 
     node.forward_batched = faulty
     return node
