@@ -35,7 +35,7 @@ def run_command(
             torch.set_num_threads(torch_threads(config))
             torch.set_grad_enabled(False)
             deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
-            instance = LocalInstance(deployment, progress=bars.report)
+            instance = LocalInstance(deployment, progress=bars.report, calibrate=False)
         prompt = instance.model.process_prompt(
             PromptRequest(kind="completion", text=text, max_tokens=max_tokens)
             if raw

@@ -172,6 +172,15 @@ class Engine:
         self._drop(step)
         step.state = StepState.ABANDONED
 
+    def skip(self, step: Step) -> None:
+        """Commit an armed step without computing it: its rows hold tokens that nobody has written. For requests that
+        only measure what steps cost, and are closed without having published anything."""
+        if step.state is not StepState.ARMED or step.txn is None:
+            raise RuntimeError(f"only a planned step can be skipped, not one in state {step.state.value}")
+        step.txn.commit()
+        release_slot(self._nodes[step.node], _plan_of(step))
+        step.state = StepState.ABANDONED
+
     def submit(self, step: Step) -> None:
         """Hand the step to the executor; its transaction commits. `step.event` fires when it has ended."""
         if step.state is not StepState.ARMED or step.txn is None:

@@ -30,6 +30,7 @@ from mstar.communication.messages import (
     WalkDone,
 )
 from mstar.communication.wire import decode_to_front, decode_to_worker
+from mstar.launch.calibration import calibrate_steps
 from mstar.launch.deployment import Deployment
 from mstar.launch.rank import Place, build_rank
 from mstar.model.base import PreparedPrompt, WalkPlan
@@ -72,8 +73,10 @@ class LocalInstance:
         progress: LoadProgress | None = None,
         clock: PhaseClock | None = None,
         executor: DeviceExecutor | None = None,
+        calibrate: bool = True,
     ) -> None:
-        """`executor`: another than the configuration's, for an instance of one worker."""
+        """`executor`: another than the configuration's, for an instance of one worker. `calibrate`: measure steps
+        first, as a server does; of no use to a request that is alone."""
         self.model = deployment.model()
         self._compiled = deployment.compile(self.model)
         self._requests: dict[str, LocalRequest] = {}
@@ -91,6 +94,8 @@ class LocalInstance:
             )
             parts.engine.warmup()
             parts.engine.capture()
+            if calibrate:
+                calibrate_steps(deployment.config, self._compiled, rank, parts)
             self.workers.append((worker, parts))
             for name in names:
                 self._front.connect(name, name)

@@ -13,6 +13,7 @@ from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.bus import Bus, ZmqBus
 from mstar.communication.messages import Hello, LoadProgress, MemoryPlan, PeerUp, PlanRow, Ready, ToWorker
 from mstar.communication.wire import decode_to_worker, schema_hash
+from mstar.launch.calibration import calibrate_steps
 from mstar.launch.children import ChildSpec
 from mstar.launch.deployment import open_deployment
 from mstar.launch.machine import torch_threads
@@ -35,10 +36,11 @@ def run_worker_process(spec: ChildSpec) -> None:
     def announce(rows: Sequence[PlanRow]) -> None:
         bus.send(SUPERVISOR, (MemoryPlan(rank=spec.rank, rows=tuple(rows)),))
 
+    compiled = deployment.compile(model)
     worker, parts = build_rank(
         deployment,
         model,
-        deployment.compile(model),
+        compiled,
         Place(spec.instance, spec.rank, spec.incarnation),
         bus,
         progress=_LoadReports(bus, spec.rank),
@@ -46,6 +48,7 @@ def run_worker_process(spec: ChildSpec) -> None:
     )
     parts.engine.warmup()
     parts.engine.capture()
+    calibrate_steps(deployment.config, compiled, spec.rank, parts)
     gc.collect()
     gc.freeze()  # what was loaded stays; collections during serving need not walk it
     parts.inbox.apply([PeerUp(peer.rank, peer.incarnation, peer.address) for peer in spec.peers])
