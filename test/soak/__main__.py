@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from soak.campaign import Verdict, soak_target
 from soak.deployments import TARGETS
@@ -27,16 +29,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kills", choices=("auto", "yes", "no"), default="auto", help="auto: in every third seed")
+    parser.add_argument("--knob", nargs="*", default=[], metavar="NAME=VALUE", help="instead of what the seed chooses")
     parser.add_argument("--directory", type=Path, help="where logs and checkpoints go and stay")
     arguments = parser.parse_args()
     kills = arguments.kills == "yes" or (arguments.kills == "auto" and arguments.seed % KILL_SEED == 0)
+    fixed = dict(knob_of(text) for text in arguments.knob)
     directory = arguments.directory or Path(tempfile.mkdtemp(prefix="soak-"))
     whole = sum(SHARES[name] for name in arguments.targets)
     verdicts = []
     for name in arguments.targets:
         began = time.monotonic()
         seconds = arguments.seconds * SHARES[name] / whole
-        verdict = soak_target(name, seconds, arguments.seed, directory / name, kills=kills)
+        verdict = soak_target(name, seconds, arguments.seed, directory / name, kills=kills, fixed=fixed)
         show(verdict, time.monotonic() - began)
         (directory / name / "findings.txt").write_text("\n".join(verdict.findings))
         verdicts.append(verdict)
@@ -44,6 +48,11 @@ def main() -> int:
     outcome = "everything held" if not num_findings else f"{num_findings} findings"
     print(f"soak of {arguments.seconds:.0f} s, seed {arguments.seed}: {outcome}; logs in {directory}", flush=True)
     return 1 if num_findings else 0
+
+
+def knob_of(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, value if value == "auto" else json.loads(value.lower())
 
 
 def show(verdict: Verdict, took_s: float) -> None:

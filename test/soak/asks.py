@@ -76,7 +76,9 @@ class Asks:
         self._accepts = accepts
         self._most = room - (0 if has_chat else 4)
         """The composite model puts up to four places of media in front of the prompt."""
-        self._beginnings = [self._ids(rng.choice((PAGE - 1, PAGE, 2 * PAGE + 3, 5 * PAGE))) for _ in range(4)]
+        self._beginnings = [self._ids(rng.choice((PAGE - 1, 2 * PAGE + 3, 5 * PAGE))) for _ in range(3)]
+        self._pages = [self._ids(PAGE) for _ in range(3)]
+        """In any order: equal pages behind different ones are not the same."""
         self._recent: deque[Ask] = deque(maxlen=60)
         self._answered: deque[tuple[int, ...]] = deque(maxlen=30)
 
@@ -157,8 +159,11 @@ class Asks:
             ids = self._ids(rng.randint(1, 24))
         elif kind < 0.55:
             ids = self._ids(max(1, PAGE * rng.randint(1, 6) + rng.randint(-1, 1)))
-        elif kind < 0.75:
+        elif kind < 0.67:
             ids = rng.choice(self._beginnings) + self._ids(rng.randint(1, 20))
+        elif kind < 0.78:
+            ids = [token for _ in range(rng.randint(1, 4)) for token in rng.choice(self._pages)]
+            ids += self._ids(rng.randint(0, 8))
         elif kind < 0.9 and self._answered:
             ids = [*rng.choice(self._answered), *self._ids(rng.randint(1, 12))]
         else:

@@ -10,8 +10,10 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from support.server import Server, running
@@ -49,10 +51,19 @@ class Verdict:
     memory_mib: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
 
-def soak_target(name: str, seconds: float, seed: int, directory: Path, *, kills: bool) -> Verdict:
-    """Two servers, `seconds` of traffic with its quiet points, and what was found."""
+def soak_target(
+    name: str,
+    seconds: float,
+    seed: int,
+    directory: Path,
+    *,
+    kills: bool,
+    fixed: Mapping[str, Any] = MappingProxyType({}),
+) -> Verdict:
+    """Two servers, `seconds` of traffic with its quiet points, and what was found. `fixed`: knobs that the seed does
+    not choose."""
     rng = random.Random(f"{seed} {name}")
-    target, knobs = target_of(name), choose_knobs(rng)
+    target, knobs = target_of(name), replace(choose_knobs(rng), **fixed)
     directory.mkdir(parents=True, exist_ok=True)
     served, alone = write_configs(target, knobs, directory)
     verdict = Verdict(name, knobs, kills)
@@ -142,7 +153,14 @@ class Campaign:
 
     def _new_traffic(self, asks: Asks) -> Traffic:
         knobs = self._knobs
-        return Traffic(self._server.url, asks, self._rng, max_rows=knobs.max_rows, max_queue=knobs.max_queue)
+        return Traffic(
+            self._server.url,
+            asks,
+            self._rng,
+            max_rows=knobs.max_rows,
+            max_queue=knobs.max_queue,
+            shares_prefixes=knobs.prefix_cache,
+        )
 
     async def _round(self, traffic: Traffic, seconds: float) -> None:
         tasks = [asyncio.create_task(self._audit.watch())]

@@ -64,7 +64,6 @@ class Knobs:
     prefix_cache: bool
     reuse_generated: bool
     captures: bool
-    codec_apart: bool = False
 
     @property
     def room(self) -> int:

@@ -23,11 +23,14 @@ class Traffic:
     """Requests to one server. `outcomes`: those that have ended and nobody has looked at. `had_kills`: workers are
     killed meanwhile."""
 
-    def __init__(self, url: str, asks: Asks, rng: random.Random, *, max_rows: int, max_queue: int) -> None:
+    def __init__(
+        self, url: str, asks: Asks, rng: random.Random, *, max_rows: int, max_queue: int, shares_prefixes: bool
+    ) -> None:
         self._url = url
         self._asks = asks
         self._rng = rng
         self._max_queue = max_queue
+        self._shares_prefixes = shares_prefixes
         self._levels = (2, max_rows, max_rows + max_queue // 3, max_rows + max_queue)
         """Requests on their way that the traffic aims for; another one every so often."""
         self._paused_until = 0.0
@@ -101,6 +104,9 @@ class Traffic:
                 outcome.wrong.append(f"{type(error).__name__}: {error}")
         outcome.took_s = time.monotonic() - began
         judge(outcome, had_faults=True, had_kills=self.had_kills, waiting_bound=waiting_bound)
+        if outcome.usage is not None and not self._shares_prefixes:
+            if outcome.usage["prompt_tokens_details"]["cached_tokens"]:
+                outcome.wrong.append(f"cached tokens without a prefix cache: {outcome.usage}")
         self.num_wrong += bool(outcome.wrong)
         self._count(outcome)
         self.outcomes.append(outcome)
