@@ -44,7 +44,7 @@ class PrefixCacheConfig(Section):
 
 class SchedulerConfig(Section):
     """`async_scheduling`: plan the next step while the device runs. `max_rows`: requests that run at once.
-    `max_step_tokens`: prompt tokens that one step may compute. `max_queue`: requests that may wait for their turn."""
+    `max_step_tokens`: tokens that one step may compute. `max_queue`: requests that may wait for their turn."""
 
     async_scheduling: bool = True
     max_rows: Annotated[int, Field(ge=1, le=4096)] = 256
