@@ -1,8 +1,9 @@
 """What taking a running request's cache away and bringing it back costs: `python -m benchmark.preemption_cost`.
 
 One engine in this process for each way, the real worker loop on the inline executor, so that nothing overlaps: a
-request decodes, is preempted between two steps, resumed at once, and decodes on. Its price is the wall time from the
-preemption to its next token less that of a usual decode step; all of it is work, of the loop and of the forward.
+request decodes, is preempted between two steps, resumed at once, and decodes on. Its price is the time from the
+preemption to its next token less that of a usual decode step; all of it is work, of the loop and of the forward. It is
+taken on the wall clock, and as CPU time of the process, in which other load of the machine shows less.
 
 - `recompute`: the pages are released, and all tokens are computed again;
 - `cached`: the same with a prefix cache that still has the prompt's full pages;
@@ -39,12 +40,27 @@ USUAL_STEPS = 8
 
 
 class Price(NamedTuple):
-    """`extra_s`: from the preemption to the next token, less `step_s`, a usual decode step. `num_tokens`: the request's
-    cache then."""
+    """`extra_s`: from the preemption to the next token, less `step_s`, a usual decode step; `cpu_s`: CPU time of the
+    process for the same. `num_tokens`: the request's cache then."""
 
     extra_s: float
+    cpu_s: float
     step_s: float
     num_tokens: int
+
+
+class Span(NamedTuple):
+    """Seconds on the wall clock, and CPU time of this process, all threads."""
+
+    wall_s: float
+    cpu_s: float
+
+    def until_now(self) -> Span:
+        return Span(time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s)
+
+
+def now() -> Span:
+    return Span(time.perf_counter(), time.process_time())
 
 
 class Preempted:
@@ -77,24 +93,26 @@ class Preempted:
         Raises:
             RuntimeError: it could not be, or went another way than `kind`.
         """
-        steps: list[float] = []
+        steps: list[Span] = []
         for _ in range(USUAL_STEPS):
-            begin = time.perf_counter()
+            begin = now()
             self.decode(1)
-            steps.append(time.perf_counter() - begin)
+            steps.append(begin.until_now())
         memory = self._parts.engine.memory
         (handle,) = (row for key in self._parts.graph.ready_keys() for row in self._parts.graph.peek(key, 2))
-        begin = time.perf_counter()
+        begin = now()
         went = memory.preempt(handle, CACHE)
         if went != kind or not memory.resume(handle):
             raise RuntimeError(f"the request was to be preempted by {kind} and resumed; it went by {went}")
         self.decode(1)
-        taken = time.perf_counter() - begin
-        step = statistics.median(steps)
-        return Price(taken - step, step, self._num_prompt + len(self.tokens) - 1)
+        taken = begin.until_now()
+        step = Span(statistics.median(one.wall_s for one in steps), statistics.median(one.cpu_s for one in steps))
+        num_tokens = self._num_prompt + len(self.tokens) - 1
+        return Price(taken.wall_s - step.wall_s, taken.cpu_s - step.cpu_s, step.wall_s, num_tokens)
 
     def leave(self) -> None:
         self._instance.remove(self._request)
+        self._instance.tick()  # reads the removal, which the next tick begins with
         while self._instance.tick():
             pass
 
@@ -122,6 +140,7 @@ def summarize(found: Mapping[int, Mapping[str, Sequence[Price]]]) -> dict[str, A
         str(length): {
             way: {
                 "extra_ms": spread([price.extra_s * 1e3 for price in prices]),
+                "cpu_ms": spread([price.cpu_s * 1e3 for price in prices]),
                 "us_per_token": spread([price.extra_s / price.num_tokens * 1e6 for price in prices]),
                 "decode_step_ms": spread([price.step_s * 1e3 for price in prices]),
             }
@@ -132,10 +151,16 @@ def summarize(found: Mapping[int, Mapping[str, Sequence[Price]]]) -> dict[str, A
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    lines = [f"{'tokens':>8}" + "".join(f"{way + ' ms':>15}{'us/token':>10}" for way in WAYS) + f"{'decode ms':>12}"]
+    lines = [
+        f"{'tokens':>8}"
+        + "".join(f"{way + ' ms':>15}{'cpu ms':>9}{'us/token':>10}" for way in WAYS)
+        + f"{'decode ms':>12}"
+    ]
     for length, ways in report["lengths"].items():
         cells = (
-            f"{ways[way]['extra_ms']['median']:>15.2f}{ways[way]['us_per_token']['median']:>10.2f}" for way in WAYS
+            f"{ways[way]['extra_ms']['median']:>15.2f}{ways[way]['cpu_ms']['median']:>9.2f}"
+            f"{ways[way]['us_per_token']['median']:>10.2f}"
+            for way in WAYS
         )
         step = statistics.median(ways[way]["decode_step_ms"]["median"] for way in WAYS)
         lines.append(f"{length:>8}" + "".join(cells) + f"{step:>12.2f}")

@@ -97,6 +97,7 @@ class Streams:
     def leave(self, *others: LocalRequest) -> None:
         for request in (*self._requests, *others):
             self._instance.remove(request)
+        self._instance.tick()  # reads the removal, which the next tick begins with
         while self._instance.tick():
             pass
 

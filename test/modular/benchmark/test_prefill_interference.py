@@ -44,6 +44,13 @@ def test_each_mode_is_measured_in_every_repeat(instances):
     assert set(summarize(samples)["goals"].values()) <= {True, False}
 
 
+def test_streams_go_on_beside_a_prompt_that_is_cut_and_wait_for_one_that_is_not(instances):
+    cut, whole = (measure_once(instances[mode], SHAPE, seed=7) for mode in MODES)
+    # Sixteen tokens of the prompt beside the two streams' own make ten steps; uncut it is one.
+    assert len(cut.during) >= SHAPE.streams * 9
+    assert len(whole.during) <= SHAPE.streams * 4
+
+
 def test_nothing_is_left_behind(instances):
     for instance in instances.values():
         measure_once(instance, SHAPE, seed=8)
