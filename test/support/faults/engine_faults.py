@@ -122,19 +122,19 @@ class EngineFaults:
     def _of_check_stop(self, walk: str, rows: RowColumns, _host: Any) -> Call:
         return self._call(walk, rows.handles)
 
-    def _of_admit(self, _step: Any, ctx: Any, _txn: Any) -> Call:
+    def _of_admit(self, _step: Any, ctx: Any, *_: Any) -> Call:
         return self._call("", ctx.rows.handles)
 
-    def _of_plan(self, _step: Any, ctx: Any) -> Call:
+    def _of_plan(self, _step: Any, ctx: Any, *_: Any) -> Call:
         return self._call("", ctx.rows.handles)
 
-    def _of_advance(self, _step: Any, ctx: Any, _txn: Any) -> Call:
+    def _of_advance(self, _step: Any, ctx: Any, *_: Any) -> Call:
         return self._call("", ctx.rows.handles)
 
-    def _of_settle(self, _plan: Any, rows: Any, _host: Any, _outputs: Any) -> Call:
+    def _of_settle(self, _plan: Any, rows: Any, *_: Any) -> Call:
         return self._call("", rows.handles)
 
-    def _of_publish(self, _step: Any, rows: Any) -> Call:
+    def _of_publish(self, _step: Any, rows: Any, *_: Any) -> Call:
         return self._call("", rows.handles)
 
     def _watch_executor(self) -> None:
