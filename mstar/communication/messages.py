@@ -73,6 +73,8 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts with different salts share no cached prefix."""
     priority: int = 0
     """Lower goes first."""
+    arrival: int = 0
+    """Number of the request at the front: among equals the older goes first, on all workers alike."""
 
 
 class Open(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -246,6 +246,7 @@ class ConductorHandle:
         inputs = {name: from_numpy(array) for name, array in prompt.inputs.items()}
         for i in range(request.num_choices):
             partitions, limits = self._walks.plan(prompt, max_tokens)
+            number = next(self._numbers)
             opening = OpenRequest(
                 sampling=msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens),
                 prompt_ids=prompt_ids,
@@ -255,9 +256,10 @@ class ConductorHandle:
                 media=prompt.media,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                arrival=number,
             )
             record = RequestRecord(
-                rid=f"{self._run_tag}-{next(self._numbers):x}",
+                rid=f"{self._run_tag}-{number:x}",
                 stream=stream,
                 choice=index * request.num_choices + i,
                 num_prompt_tokens=length,

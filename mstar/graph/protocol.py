@@ -203,6 +203,11 @@ class GraphRuntime(Protocol):
         """Set or clear bits, for all partitions of the handles (also ones added later) or for one."""
         ...
 
+    def ready_behind(self, handle: int, gate: Gate) -> bool:
+        """Something of the request would be ready if this gate, and no other, were lifted. False for a request that is
+        unknown here."""
+        ...
+
     def ingest(self, block: Cols) -> list[int]:
         """Deliver values. Returns the indices refused because the request or its partition is unknown here (not yet
         added): the caller parks them. Values for a later walk of a known partition wait inside the runtime."""

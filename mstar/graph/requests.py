@@ -169,6 +169,10 @@ class Requests:
                 for row in request.rows.values():
                     self._ready.regate(row)
 
+    def ready_behind(self, handle: int, gate: Gate) -> bool:
+        request = self._requests.get(handle)
+        return request is not None and any(row.ready and not row.gates & ~gate for row in request.rows.values())
+
     def fail(self, handles: Sequence[int]) -> None:
         for request in [self.request(handle) for handle in handles]:
             request.gates |= Gate.FAILED

@@ -78,6 +78,9 @@ class PyGraphRuntime:
     def gate(self, handles: Sequence[int], bits: Gate, on: bool, partition: str | None = None) -> None:
         self._requests.gate(handles, bits, on, partition)
 
+    def ready_behind(self, handle: int, gate: Gate) -> bool:
+        return self._requests.ready_behind(handle, gate)
+
     def ingest(self, block: Cols) -> list[int]:
         refused = self._requests.ingest(block)
         self._outflow.end()

@@ -126,6 +126,7 @@ class LocalInstance:
             media=prompt.media,
             cache_salt=cache_salt,
             priority=priority,
+            arrival=self._num_made,
         )
         self._requests[rid] = request
         ranks = sorted({rank for _, rank in request.waiting})

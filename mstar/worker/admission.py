@@ -1,15 +1,17 @@
-"""Admission: requests wait in arrival order until the engine can promise room for all that they may ever hold.
+"""Admission: requests wait in order of seniority until the engine can promise room for what they need to begin.
 
-Runs on the worker's loop thread. Nobody overtakes: a large request at the head is not starved by small ones.
+Runs on the worker's loop thread. Nobody overtakes: a large request at the head is not starved by small ones. While
+somebody who was let in waits for room, nobody joins the competition but a strictly more important request.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from mstar.engine.engine import Engine
 from mstar.engine.resources.base import OpenConfig
+from mstar.worker.preemption import Preemption
 from mstar.worker.requests import Request
 
 
@@ -24,19 +26,23 @@ class RequestRefused(Exception):
 class Admission:
     """The waiting line in front of the engine."""
 
-    def __init__(self, engine: Engine, max_rows: int) -> None:
+    def __init__(self, engine: Engine, preemption: Preemption) -> None:
         self._engine = engine
-        self._max_rows = max_rows
-        self._line: deque[Request] = deque()
-        self.num_admitted = 0
+        self._preemption = preemption
+        self._line: list[Request] = []
 
     def __len__(self) -> int:
         return len(self._line)
 
+    @property
+    def first(self) -> Request | None:
+        """Who is next."""
+        return self._line[0] if self._line else None
+
     def check(self, request: Request) -> None:
         """Refuse at once what can never fit."""
         most = self._engine.memory.most_tokens()
-        if most is not None and request.max_total_tokens > most:
+        if request.max_total_tokens > most:
             raise RequestRefused(
                 f"the request needs room for {request.max_total_tokens} tokens ({request.num_prompt_tokens} of the "
                 f"prompt and {request.open.sampling.max_tokens} of output); this server holds {most} for one request",
@@ -44,18 +50,17 @@ class Admission:
             )
 
     def join(self, request: Request) -> None:
+        """What the request may share with others is worked out here, once, and not when its turn comes."""
         self._engine.memory.introduce(request.handle, _config(request))
-        self._line.append(request)
+        insort(self._line, request, key=_seniority)
 
     def admitted(self) -> Iterator[Request]:
-        """Requests at the head of the line that now have their room, which each keeps until it leaves."""
-        while self._line and self.num_admitted < self._max_rows:
-            request = self._line[0]
-            if not self._engine.memory.reserve(request.handle):
-                return
-            self._line.popleft()
+        """Requests at the head of the line that now have their room. Each keeps it until it leaves, or until a senior
+        one is in need of it."""
+        while self._line and self._has_room(self._line[0]):
+            request = self._line.pop(0)
             request.admitted = True
-            self.num_admitted += 1
+            self._preemption.enter(request)
             yield request
 
     def open(self, request: Request) -> None:
@@ -72,13 +77,25 @@ class Admission:
 
     def withdraw(self, request: Request) -> None:
         """A request that leaves before its turn gives up its place at once."""
-        self._line.remove(request)
+        del self._line[bisect_left(self._line, request.seniority, key=_seniority)]
         self._engine.memory.close(request.handle)
 
     def leave(self, request: Request) -> None:
         """Give back what an admitted request holds."""
         self._engine.memory.close(request.handle)
-        self.num_admitted -= 1
+        self._preemption.leave(request)
+
+    def _has_room(self, request: Request) -> bool:
+        memory, preemption = self._engine.memory, self._preemption
+        if preemption.outranked(request) or not preemption.has_turn(request):
+            return False
+        if memory.reserve(request.handle):
+            return True
+        return preemption.make_way(request, memory.lacking(request.handle)) and memory.reserve(request.handle)
+
+
+def _seniority(request: Request) -> tuple[int, int, int]:
+    return request.seniority
 
 
 def _config(request: Request) -> OpenConfig:

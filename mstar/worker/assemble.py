@@ -27,6 +27,7 @@ from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
 from mstar.worker.micro_scheduler import MicroScheduler
 from mstar.worker.outbox import Outbox
+from mstar.worker.preemption import Preemption
 from mstar.worker.requests import RequestTable
 from mstar.worker.rid_table import RidTable
 from mstar.worker.step_counters import StepCounters
@@ -84,7 +85,8 @@ def assemble_worker(
     # What is chunked runs ahead of itself chunk by chunk; a further run of it is not begun before this one has ended.
     chunked = frozenset((key.node, key.walk) for key, policy in policies.items() if policy.chunked)
     graph = PyGraphRuntime(compiled, rank, store, disable_spec_node_walks=chunked)
-    admission = Admission(engine, settings.max_rows)
+    preemption = Preemption(memory=engine.memory, graph=graph, requests=requests, rids=rids, max_rows=settings.max_rows)
+    admission = Admission(engine, preemption)
     transport = Transport(
         rank=rank,
         incarnation=settings.incarnation,
@@ -98,6 +100,7 @@ def assemble_worker(
         graph=graph,
         store=store,
         requests=requests,
+        memory=engine.memory,
         rids=rids,
         loops={key: compiled.loops_around(key) for key in keys},
         partition_of={
@@ -132,6 +135,7 @@ def assemble_worker(
         rids=rids,
         requests=requests,
         admission=admission,
+        preemption=preemption,
         graph=graph,
         store=store,
         transport=transport,
@@ -147,8 +151,10 @@ def assemble_worker(
         return {
             **engine.gauges(),
             "mstar_handles": float(len(rids)),
-            "mstar_running_rows": float(admission.num_admitted),
+            "mstar_running_rows": float(preemption.num_inside),
             "mstar_queue_depth": float(len(admission)),
+            "mstar_held_requests": float(preemption.num_waiting - preemption.num_preempted),
+            "mstar_preempted_requests": float(preemption.num_preempted),
             "mstar_tensors": float(store.num_live),
         }
 
@@ -159,7 +165,9 @@ def assemble_worker(
         inbox=inbox,
         outbox=outbox,
         walks=walks,
-        scheduler=MicroScheduler(graph, engine, limits, policies),
+        scheduler=MicroScheduler(graph, engine, limits, policies, requests.order),
+        admission=admission,
+        preemption=preemption,
         teardown=teardown,
         counters=StepCounters(gauges, totals.gauges, requests.prompt_computed),
         age=StepAge(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 from mstar.communication import host_tensors
 from mstar.communication.messages import (
@@ -33,6 +34,7 @@ from mstar.graph.protocol import Gate, GraphRuntime, Routed
 from mstar.worker.admission import Admission, RequestRefused
 from mstar.worker.outbox import Outbox
 from mstar.worker.parking import Parking
+from mstar.worker.preemption import Preemption
 from mstar.worker.requests import Request, RequestTable
 from mstar.worker.rid_table import RidTable, TableFull
 from mstar.worker.walks import WalkRunner
@@ -49,6 +51,7 @@ class Inbox:
         rids: RidTable,
         requests: RequestTable,
         admission: Admission,
+        preemption: Preemption,
         graph: GraphRuntime,
         store: TensorStore,
         transport: Transport,
@@ -58,12 +61,14 @@ class Inbox:
         self._rids = rids
         self._requests = requests
         self._admission = admission
+        self._preemption = preemption
         self._graph = graph
         self._store = store
         self._transport = transport
         self._walks = walks
         self._outbox = outbox
         self._parking = Parking(graph, rids, store)
+        self._arrivals = count()
         self._routed = Routed()
         """What messages led to since the last `collect`."""
         self.leaving: list[int] = []
@@ -162,6 +167,7 @@ class Inbox:
     def _join(self, rid: str, opening: OpenRequest, *, spans_workers: bool) -> Request:
         prompt_ids = None if opening.prompt_ids is None else host_tensors.to_numpy(opening.prompt_ids)
         request = Request(rid, handle=-1, open=opening, prompt_ids=prompt_ids, spans_workers=spans_workers)
+        request.seniority = (opening.priority, opening.arrival, next(self._arrivals))
         self._admission.check(request)
         try:
             request.handle = self._rids.intern(rid)
@@ -175,6 +181,7 @@ class Inbox:
 
     def _run(self, request: Request, start: StartWalk) -> None:
         self._walks.start(request, start, self._routed)
+        self._preemption.started(request.handle)
         self._parking.deliver(request.handle)
 
     def _stop(self, message: Stop) -> None:

@@ -7,6 +7,7 @@ what a step needs is in the columns.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,9 +29,13 @@ class PartitionRun:
     """The node said that the partition has produced what was asked: pending walks are skipped."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
-    """One request on this worker. `starts` holds its walks while it waits for room."""
+    """One request on this worker. `starts` holds its walks while it waits for room.
+
+    `seniority`: who goes first where not all can: (priority, arrival at the front, arrival here), lower first. The
+    first two are the same on all workers of the request.
+    """
 
     rid: str
     handle: int
@@ -38,12 +43,18 @@ class Request:
     prompt_ids: np.ndarray | None
     spans_workers: bool = False
     """The front waits for `Opened` before it starts walks anywhere."""
+    seniority: tuple[int, int, int] = (0, 0, 0)
     starts: list[StartWalk] = field(default_factory=list)
     partitions: dict[str, PartitionRun] = field(default_factory=dict)
     admitted: bool = False
     """It has its room."""
     opened: bool = False
     """It is open in the engine; one that is admitted and not opened was refused, and waits to be removed."""
+
+    @property
+    def unstarted(self) -> bool:
+        """Other workers have not let it in yet, so it runs nothing here."""
+        return self.spans_workers and not self.partitions
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,6 +95,13 @@ class RequestTable:
             UnknownHandle: no request is behind the handle.
         """
         return self._by_handle[handle]
+
+    def order(self, handles: Sequence[int]) -> list[int] | None:
+        """Positions of `handles` from the most senior on; None: all are of one priority."""
+        seniority = [self._by_handle[handle].seniority for handle in handles]
+        if not seniority or all(one[0] == seniority[0][0] for one in seniority):
+            return None
+        return sorted(range(len(handles)), key=seniority.__getitem__)
 
     def count_emits(self, signal: str, handles: np.ndarray) -> None:
         """One more value of `signal` for each entry; a handle whose list of values is emitted stands there more than

@@ -6,16 +6,14 @@ armed; its handle is released last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from mstar.communication.tensor_store import TensorStore
-from mstar.graph.protocol import Gate, GraphRuntime
+from mstar.graph.protocol import GraphRuntime
 from mstar.worker.admission import Admission
 from mstar.worker.inbox import Inbox
 from mstar.worker.requests import RequestTable
-from mstar.worker.rid_table import HandleMap, RidTable
+from mstar.worker.rid_table import RidTable
 
 
 class Teardown:
@@ -37,7 +35,6 @@ class Teardown:
         self._graph = graph
         self._store = store
         self._inbox = inbox
-        self._held: HandleMap[None] = rids.handle_map("held rows")
 
     def hold(self, handles: np.ndarray) -> None:
         """A step holds these rows (each once)."""
@@ -53,23 +50,6 @@ class Teardown:
             return set()
         return set(handles[self._requests.removing[handles]].tolist())
 
-    def hold_back(self, handles: Sequence[int]) -> None:
-        """Rows that ran short of room wait until somebody leaves."""
-        self._graph.gate(handles, Gate.HELD, True)
-        for handle in handles:
-            self._held[handle] = None
-
-    @property
-    def all_held(self) -> bool:
-        """Every request in here waits for another one to leave."""
-        return 0 < len(self._held) >= self._admission.num_admitted
-
-    def let_go(self) -> None:
-        """Rows that were held back try again."""
-        for handle in list(self._held):
-            self._graph.gate([handle], Gate.HELD, False)
-            self._held.pop(handle)
-
     def run(self) -> bool:
         """Free every leaving row that no step holds. True: room has become free."""
         leaving = self._inbox.leaving
@@ -82,7 +62,6 @@ class Teardown:
             if not self._requests.in_steps[handle]:
                 self._free(handle)
         self._inbox.leaving[:] = stay
-        self.let_go()
         return True
 
     def _free(self, handle: int) -> None:

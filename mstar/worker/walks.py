@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from mstar.communication import host_tensors
 from mstar.communication.messages import StartWalk, WalkDone
 from mstar.communication.tensor_store import TensorStore
+from mstar.engine.request_memory import RequestMemory
 from mstar.graph.protocol import GraphError, GraphRuntime, ReadyKey, Routed
 from mstar.worker.requests import PartitionRun, Request, RequestTable
 from mstar.worker.rid_table import HandleMap, RidTable
@@ -25,6 +26,7 @@ class WalkRunner:
         graph: GraphRuntime,
         store: TensorStore,
         requests: RequestTable,
+        memory: RequestMemory,
         rids: RidTable,
         loops: Mapping[ReadyKey, Sequence[str]],
         partition_of: Mapping[str, str],
@@ -41,6 +43,7 @@ class WalkRunner:
         self._graph = graph
         self._store = store
         self._requests = requests
+        self._memory = memory
         self._loops = loops
         self._partition_of = partition_of
         self._input_partitions = input_partitions
@@ -110,7 +113,7 @@ class WalkRunner:
                 rank=self._rank,
                 reason=run.reason,
                 emits=self._requests.emits(request.handle),
-                num_computed_prompt_tokens=request.num_prompt_tokens,
+                num_computed_prompt_tokens=request.num_prompt_tokens - self._memory.num_cached_tokens(request.handle),
             )
         )
 

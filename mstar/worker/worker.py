@@ -20,10 +20,12 @@ from mstar.engine.execution import Step, StepPart, StepState
 from mstar.engine.submodule import StopDecision
 from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
 from mstar.profile.phases import PhaseClock
+from mstar.worker.admission import Admission
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
 from mstar.worker.micro_scheduler import MicroScheduler
 from mstar.worker.outbox import Outbox
+from mstar.worker.preemption import Preemption
 from mstar.worker.step_counters import StepCounters
 from mstar.worker.teardown import Teardown
 from mstar.worker.walks import WalkRunner
@@ -42,6 +44,8 @@ class WorkerParts:
     outbox: Outbox
     walks: WalkRunner
     scheduler: MicroScheduler
+    admission: Admission
+    preemption: Preemption
     teardown: Teardown
     counters: StepCounters
     age: StepAge
@@ -132,16 +136,25 @@ class Worker:
                 mark("check_stop")
             self.route(cur, nxt)
             mark("route")
-            if nxt is None and self._parts.teardown.all_held:
-                self._parts.teardown.let_go()  # some may have ended with `cur`
         self._cur = nxt
         self._clock.end(cur is not None)
         return cur is not None or composed is not None
 
     def teardown(self) -> None:
-        """Removals of rows that no step holds any more; the room they leave lets waiting requests in."""
-        if self._parts.teardown.run():
-            self._parts.inbox.enter()
+        """Removals of rows that no step holds any more, and victims whose step has ended: who waits gets their room,
+        senior first."""
+        parts = self._parts
+        preemption = parts.preemption
+        freed = parts.teardown.run()
+        if preemption.num_waiting:
+            freed = preemption.take_marked() or freed
+        if freed:
+            parts.inbox.enter()
+        if preemption.num_waiting:
+            if preemption.readmit(parts.admission.first):
+                parts.inbox.enter()
+            while (failed := preemption.unblock(idle=self._cur is None and not parts.graph.ready_keys())) is not None:
+                self._fail_rows(failed)
 
     def intake(self) -> None:
         """Messages since the last tick."""
@@ -162,8 +175,8 @@ class Worker:
                 return step
 
     def preplan(self, step: Step | None, cur: Step | None) -> Step | None:
-        """Reserve, plan and advance. Rows that ran short are held back, and what is left is composed and admitted
-        again, as often as it takes: each time there are fewer rows."""
+        """Reserve, plan and advance. Where rows ran short, others give way or some are held, and what is left is
+        composed and admitted again, as often as it takes: each time there are fewer rows that can be taken."""
         while step is not None:
             if step.failed:
                 self._undo(step)
@@ -172,10 +185,7 @@ class Worker:
             if outcome.ok:
                 break
             self._undo(step)
-            self._parts.teardown.hold_back(outcome.refused)
-            if cur is None and self._parts.teardown.all_held:
-                why = f"{outcome.resource} has no room left for the request, and no other request will leave any"
-                self._fail_rows(dict.fromkeys(outcome.refused, why))
+            self._parts.preemption.refused(outcome, busy=cur is not None)
             step = self.compose(cur)
         if step is None:
             return None
@@ -357,4 +367,4 @@ class Worker:
             return
         self._parts.counters.refresh(self._parts.age)
         self._parts.outbox.rest()
-        self._parts.bus.wait(None)
+        self._parts.bus.wait(self._parts.preemption.patience_s)

@@ -92,6 +92,7 @@ class FrontBooks:
             media=prompt.media,
             cache_salt=cache_salt,
             priority=priority,
+            arrival=len(self.results),
         )
         result = self.results[rid] = Result(rid, opening=opening)
         for partition, walks in plan.partitions:

@@ -223,6 +223,13 @@ class Instance:
     def gauges(self, rank: int) -> Mapping[str, float]:
         return self.parts[rank].counters._gauges()
 
+    def held(self, rank: int) -> dict[str, float]:
+        """What requests hold on a worker; not what is kept for later ones, nor what has been counted."""
+        kept = ("_total", 'state="free"}', 'state="cached"}')
+        return {
+            name: value for name, value in self.gauges(rank).items() if not any(word in name for word in kept) and value
+        }
+
     def close(self) -> None:
         for rank, (worker, parts) in enumerate(zip(self.workers, self.parts, strict=True)):
             if rank not in self.lost:

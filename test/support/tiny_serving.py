@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from support.instance import Instance, Result, Tuning
+from support.small_pages import SmallPages
 from support.tiny_llama import build_reference, save_checkpoint, variant
 from transformers import LlamaForCausalLM
 
@@ -25,25 +26,30 @@ class TinyLlama:
         self.checkpoint = resolve_checkpoint(str(save_checkpoint(self.reference, directory)), cache_dir=directory)
         self.setup = ModelSetup(self.checkpoint.config(), None, 128)
         self._continued: dict[tuple[int, ...], list[int]] = {}
+        self._generated: dict[tuple[int, ...], list[int]] = {}
         self.model: Model = build_model(self.card, self.setup)
 
     def build_node(self) -> NodeSubmodule:
         context = SubmoduleContext(self.setup, self.checkpoint, torch.float32, torch.device("cpu"))
         return build_submodule(self.card, NODE, context)
 
-    def instance(self, tuning: Tuning, node: NodeSubmodule | None = None) -> Instance:
+    def instance(self, tuning: Tuning, node: NodeSubmodule | None = None, *, page_size: int | None = None) -> Instance:
+        """`page_size`: tokens of a page, where the model's own is too large for the test."""
         built = self.build_node() if node is None else node
-        return Instance(self.model, lambda _: built, {NODE: 0}, tuning)
+        model = self.model if page_size is None else SmallPages(self.model, page_size)
+        return Instance(model, lambda _: built, {NODE: 0}, tuning)  # pyright: ignore[reportArgumentType]
 
     def prompt(self, length: int, seed: int = 0) -> PreparedPrompt:
         generator = torch.Generator().manual_seed(1000 * length + seed)
         ids = torch.randint(3, self.reference.config.vocab_size, (length,), generator=generator).tolist()
         return self.model.process_prompt(PromptRequest("native", token_ids=tuple(ids)))
 
-    def submit(self, instance: Instance, rid: str, prompt: PreparedPrompt, **sampling: object) -> Result:
+    def submit(
+        self, instance: Instance, rid: str, prompt: PreparedPrompt, *, priority: int = 0, **sampling: object
+    ) -> Result:
         """Greedy, unless `sampling` says otherwise; without end tokens, so `max_tokens` decides the length."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **sampling})  # pyright: ignore[reportArgumentType]
-        return instance.submit(rid, prompt, params)
+        return instance.submit(rid, prompt, params, priority=priority)
 
     def greedy(self, prompt: PreparedPrompt, num_tokens: int) -> list[int]:
         """The reference's continuation, computed without a cache; kept, so that tests may ask again."""
@@ -53,3 +59,19 @@ class TinyLlama:
             while len(ids) < len(prompt.token_ids) + num_tokens:
                 ids.append(int(self.reference(torch.tensor([ids])).logits[0, -1].argmax()))
         return ids[len(prompt.token_ids) : len(prompt.token_ids) + num_tokens]
+
+    def alone(self, prompt: PreparedPrompt, num_tokens: int) -> list[int]:
+        """As `greedy`, over the reference's own cache: for texts that are too many to compute without."""
+        assert prompt.token_ids is not None
+        key = tuple(prompt.token_ids.tolist())
+        known = self._generated.get(key, [])
+        if len(known) < num_tokens:
+            ids, past = torch.tensor([key]), None
+            known = self._generated[key] = []
+            with torch.no_grad():
+                while len(known) < num_tokens:
+                    output = self.reference(ids, past_key_values=past, use_cache=True)
+                    past = output.past_key_values
+                    known.append(int(output.logits[0, -1].argmax()))
+                    ids = torch.tensor([known[-1:]])
+        return known[:num_tokens]

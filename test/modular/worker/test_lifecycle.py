@@ -25,7 +25,7 @@ def tuning(request) -> Tuning:
 
 
 def idle(instance: Instance) -> dict[str, float]:
-    return dict(instance.gauges(0))
+    return instance.held(0)
 
 
 def with_pages(tuning: Tuning, pages: int, **more) -> Tuning:
