@@ -41,6 +41,8 @@ class LocalServer:
         parts = urlsplit(url)
         assert parts.hostname is not None
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=ANSWER_TIMEOUT_S)
+        self._connection.request("GET", "/v1/models")
+        self._model = json.loads(self._connection.getresponse().read())["data"][0]["id"]
 
     def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, **fields: Any) -> Answer:
         """Stream one greedy answer of exactly `max_tokens` tokens.
@@ -49,6 +51,7 @@ class LocalServer:
             RuntimeError: the server refused it or failed.
         """
         body = {
+            "model": self._model,
             "messages": list(messages),
             "max_tokens": max_tokens,
             "temperature": 0.0,

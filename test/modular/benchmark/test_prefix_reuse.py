@@ -1,0 +1,118 @@
+"""The prefix cache's harness over a tiny checkpoint: what it calls reusable, and what it reads off a real server."""
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import tiny_llama, write_directory
+
+from benchmark.local_server import serving
+from benchmark.prefix_reuse import (
+    PAGE,
+    Chats,
+    Exchange,
+    Pass,
+    Prompter,
+    report_text,
+    reusable_tokens,
+    run_chats,
+    run_overhead,
+    run_ttft,
+    summarize_chats,
+    summarize_overhead,
+)
+from mstar.cli.targets import config_for
+from mstar.launch.deployment import resolve_deployment
+from mstar.launch.local import LocalInstance
+
+SMALL = ["dtype=float32", "max_seq_len=1024", "scheduler.max_rows=4", "resources.kv.num_pages=80", "num_threads=1"]
+CHATS = Chats(conversations=2, turns=2, system_tokens=200, turn_tokens=40, reply_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_directory(path, tiny_llama(max_position_embeddings=1024))
+    return str(path)
+
+
+@pytest.fixture
+def grad_stays_as_it_was():
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    yield
+    torch.set_grad_enabled(before)
+
+
+def deployment(checkpoint, tmp_path, *more):
+    return resolve_deployment(config_for(checkpoint, [*SMALL, *more]), cache_dir=tmp_path)
+
+
+def test_reusable_tokens_by_hand():
+    first = np.arange(100, dtype=np.int32)
+    longer = np.concatenate((first, np.zeros(60, np.int32)))
+    other = first.copy()
+    other[40] = 7
+    assert reusable_tokens(longer, [], 16) == 0
+    assert reusable_tokens(longer, [first], 16) == 96
+    assert reusable_tokens(longer, [other], 16) == 32
+    assert reusable_tokens(longer, [other, first], 16) == 96
+    assert reusable_tokens(first[:64], [first], 16) == 48, "the last token is computed always"
+
+
+def test_chats_summary_by_hand():
+    ids = np.arange(300, dtype=np.int32)
+    exchanges = [
+        Exchange(ids[:200], 200, 0, 200.0),
+        Exchange(ids, 300, 128, 172.0),
+        Exchange(ids[:250], 250, 128, 90.0),
+    ]
+    found = summarize_chats(exchanges, page=64)
+    assert found["reusable_tokens"] == 192 + 192
+    assert found["share_of_reusable"] == round(256 / 384, 4)
+    assert found["most_computed_off_by"] == 32
+    assert list(found["goals"].values()) == [False, True]
+    worse = summarize_chats([*exchanges, Exchange(ids, 300, 256, 109.0)], page=64)
+    assert list(worse["goals"].values()) == [False, False], "65 tokens more were computed than the client was told"
+
+
+def test_a_server_is_asked_what_the_harness_says(checkpoint, tmp_path):
+    prompter = Prompter(deployment(checkpoint, tmp_path).model())
+    with serving(checkpoint, SMALL) as server:
+        exchanges = run_chats(server, prompter, CHATS)
+        times = run_ttft(server, prompter, 200, repeats=1)
+    assert [len(one.prompt_ids) for one in exchanges] == [one.prompt_tokens for one in exchanges]
+    assert abs(exchanges[0].prompt_tokens - 240) < 80
+    found = summarize_chats(exchanges, PAGE)
+    assert found["requests"] == 4
+    assert found["reusable_tokens"] > 0
+    assert found["share_of_reusable"] >= 0.95
+    assert list(found["goals"].values()) == [True, True]
+    assert times["cold_ms"]["median"] > 0
+    assert "chats" in report_text({"chats": found, "ttft": times})
+
+
+def test_a_server_that_does_not_start_says_why():
+    with pytest.raises(RuntimeError, match="no_such_key"), serving("smollm2", ["no_such_key=1"]):
+        pass
+
+
+@pytest.mark.usefixtures("grad_stays_as_it_was")
+def test_overhead_computes_all_of_every_prompt_on_both_sides(checkpoint, tmp_path):
+    on, off = (
+        LocalInstance(deployment(checkpoint, tmp_path, f"prefix_cache.enabled={word}")) for word in ("true", "false")
+    )
+    pairs = run_overhead(on, off, (3, 150, 4), repeats=2)
+    computed = [instance.workers[0][1].counters.num_prefill_tokens for instance in (on, off)]
+    on.close()
+    off.close()
+    assert len(pairs) == 2
+    assert {side.num_tokens for pair in pairs for side in pair} == {3 * 154}
+    assert computed == [3 * 3 * 150] * 2, "three passes, and no token of a prompt came from anywhere else"
+
+
+def test_overhead_by_hand():
+    pairs = [(Pass(1.05, 0.20, 100), Pass(1.0, 0.19, 100)), (Pass(1.01, 0.20, 100), Pass(1.0, 0.199, 100))]
+    found = summarize_overhead(pairs)
+    assert found["cost_of_wall_time"]["median"] == pytest.approx(0.03)
+    assert found["more_loop_cpu_of_wall_time"]["median"] == pytest.approx(0.0055)
+    assert list(found["goals"].values()) == [True, False]
