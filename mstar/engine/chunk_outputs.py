@@ -45,14 +45,25 @@ class ChunkOutputs(Resource[ResourceStep]):
         gone, self._gone = self._gone, []
         return (partial(self._forget, gone),)
 
-    def keep(self, handle: int, signal: str, piece: Tensor) -> None:
-        """A chunk's output `[tokens, ...]` of a row that goes on; copied. Executor."""
-        self._pieces.setdefault(handle, {}).setdefault(signal, []).append(piece.clone())
+    def keep(self, handle: int, signal: str, begin: int, piece: Tensor) -> None:
+        """A chunk's output `[tokens, ...]` from token `begin` on, of a row that goes on; copied. Executor."""
+        pieces = self._before(handle, signal, begin)
+        self._pieces.setdefault(handle, {})[signal] = [*pieces, piece.clone()]
 
-    def join(self, handle: int, signal: str, last: Tensor) -> Tensor:
+    def join(self, handle: int, signal: str, begin: int, last: Tensor) -> Tensor:
         """The whole output of a row whose last chunk this is. Executor."""
-        pieces = self._pieces.get(handle, {}).pop(signal, None)
-        return last if pieces is None else torch.cat([*pieces, last])
+        pieces = self._before(handle, signal, begin)
+        self._pieces.get(handle, {}).pop(signal, None)
+        return torch.cat([*pieces, last]) if pieces else last
+
+    def _before(self, handle: int, signal: str, begin: int) -> list[Tensor]:
+        """What is kept of the tokens before `begin`: a row whose cache was taken away computes some of them again."""
+        kept: list[Tensor] = []
+        for piece in self._pieces.get(handle, {}).get(signal, ()):
+            if begin > 0:
+                kept.append(piece[:begin])
+                begin -= piece.shape[0]
+        return kept
 
     def _forget(self, handles: Sequence[int]) -> None:
         for handle in handles:

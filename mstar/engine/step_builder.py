@@ -254,7 +254,7 @@ def _accumulating(node: NodeRuntime, step: Step, restoring: np.ndarray | None) -
         if restoring is not None:
             rows = rows[~restoring[rows]]
         if signals and rows.size:
-            found.append(Accumulating(signals, rows))
+            found.append(Accumulating(signals, rows, step.columns.lengths))
     return found
 
 

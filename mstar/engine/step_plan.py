@@ -36,10 +36,12 @@ class StepDone:
 
 
 class Accumulating(NamedTuple):
-    """Outputs that are joined over the chunks of `rows` (int64, positions in the step)."""
+    """Outputs that are joined over the chunks of `rows` (int64, positions in the step), which begin at `begins` int32
+    [rows of the step]."""
 
     signals: frozenset[str]
     rows: np.ndarray
+    begins: np.ndarray
 
 
 @dataclass(slots=True)

@@ -73,17 +73,17 @@ class StepWork:
             ends[:] = False
             ends[finished] = True
         joined = dict(outputs)
-        for signals, rows in self.plan.accumulating:
+        for signals, rows, begins in self.plan.accumulating:
             for name in sorted(signals & joined.keys()):
                 pieces = list(joined[name])
                 for row in rows.tolist():
-                    handle, piece = int(self.plan.rows.handles[row]), pieces[row]
+                    handle, begin, piece = int(self.plan.rows.handles[row]), int(begins[row]), pieces[row]
                     if piece is None:
                         continue
                     if ends[row]:
-                        pieces[row] = chunks.join(handle, name, piece)
+                        pieces[row] = chunks.join(handle, name, begin, piece)
                     else:
-                        chunks.keep(handle, name, piece)
+                        chunks.keep(handle, name, begin, piece)
                 joined[name] = pieces
         return joined
 

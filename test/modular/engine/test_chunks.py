@@ -1,8 +1,7 @@
 """Prompts computed in chunks: whatever the cuts, everything is as if they had been computed at once."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chunked_nodes import GatheringDecoder, TintedDecoder
-from support.engine_rig import EngineRig, portion, prompts, take
-from support.tiny_decoder import NODE, TinyDecoder, decoder_spec
+from support.engine_rig import EngineRig, portion, take
+from support.tiny_decoder import NODE, TinyDecoder
+from support.undisturbed import LONG, NUM_TOKENS, PARAMS, TEXTS, Logprobs, assert_undisturbed, note_logprobs
 
-from mstar.communication.messages import SamplingParams, TokenLogprobs
+from mstar.communication.messages import SamplingParams
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine.chunking import NOT_CHUNKED, ChunkingPolicy
 from mstar.engine.engine import Engine
@@ -25,18 +25,7 @@ from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSub
 from mstar.graph.protocol import TakenRows
 from mstar.platforms.executor import InlineExecutor, ThreadedExecutor
 
-PROMPTS = prompts(6, seed=21, longest=30)
-LONG = [(5 * i + 3) % 61 for i in range(23)]
-TEXTS = [*PROMPTS, LONG]
-NUM_TOKENS = 5
 ANY_TOKEN = tuple(range(61))
-PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=24),
-    SamplingParams(temperature=0.9, seed=7, num_logprobs=2, max_tokens=24),
-    SamplingParams(temperature=1.1, seed=8, top_k=9, presence_penalty=0.6, repetition_penalty=1.3, max_tokens=24),
-    SamplingParams(temperature=0.0, frequency_penalty=0.8, num_logprobs=1, max_tokens=24),
-    SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=ANY_TOKEN[:30], max_tokens=24),
-]
 
 
 def test_a_prompt_in_three_chunks():
@@ -59,46 +48,6 @@ def test_a_prompt_in_three_chunks():
     rig.close_all()
 
 
-class Whole(NamedTuple):
-    """A request whose prompt was computed at once, alone: its tokens, what was asked about them, and the counts that
-    its penalties saw."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
-    counts: list[int] | None
-
-
-@cache
-def computed_whole(prompt: int, params: int) -> Whole:
-    rig = EngineRig()
-    logprobs: dict[int, list[TokenLogprobs | None]] = {0: []}
-    rig.open(0, TEXTS[prompt], PARAMS[params])
-    for walk in ["prefill"] + ["decode"] * (NUM_TOKENS - 1):
-        note_logprobs(rig.run(take(walk, [0])), logprobs)
-    return Whole(rig.out[0], logprobs[0], token_counts(rig, 0))
-
-
-def token_counts(rig: EngineRig, handle: int) -> list[int] | None:
-    row = int(rig.sampler._count_rows.of[handle])
-    return rig.sampler._counts.output[row].tolist() if row else None
-
-
-def note_logprobs(step: Step, found: dict[int, list[TokenLogprobs | None]]) -> None:
-    for row, handle in enumerate(step.handles.tolist()):
-        if step.unfinished is None or not step.unfinished[row]:
-            found[handle].append(None if step.outputs.logprobs is None else step.outputs.logprobs[row])
-
-
-def same_logprobs(one: Sequence[TokenLogprobs | None], other: Sequence[TokenLogprobs | None]) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None and b is not None:
-            assert a.top_ids == b.top_ids
-            np.testing.assert_allclose(a.logprob, b.logprob, atol=2e-4)
-            np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, atol=2e-4)
-
-
 RIGS: list[EngineRig] = []
 """One rig for all examples, as long as none fails: a new one takes longer than an example."""
 
@@ -110,7 +59,7 @@ def test_any_cuts_give_what_the_whole_prompt_gives(data: st.DataObject):
     up, some planned while the step before is unfinished."""
     cases = data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=1, max_size=4))
     rig = RIGS.pop() if RIGS else EngineRig(capture_sizes=(2, 4), prefix_cache=False)
-    logprobs: dict[int, list[TokenLogprobs | None]] = {handle: [] for handle in range(len(cases))}
+    logprobs: dict[int, Logprobs] = {handle: [] for handle in range(len(cases))}
     for handle, (prompt, params) in enumerate(cases):
         rig.open(handle, TEXTS[prompt], PARAMS[params])
     drawn = [0] * len(cases)
@@ -140,12 +89,7 @@ def test_any_cuts_give_what_the_whole_prompt_gives(data: st.DataObject):
             cur = None
     if cur is not None:
         note_logprobs(rig.end(cur), logprobs)
-    for handle, (prompt, params) in enumerate(cases):
-        whole = computed_whole(prompt, params)
-        assert rig.out[handle] == whole.tokens
-        same_logprobs(logprobs[handle], whole.logprobs)
-        assert rig.sampler.columns.num_draws[handle] == NUM_TOKENS
-        assert token_counts(rig, handle) == whole.counts
+    assert_undisturbed(rig, cases, logprobs)
     rig.close_all()
     rig.out.clear()
     RIGS.append(rig)
@@ -170,7 +114,7 @@ def test_rows_end_and_go_on_in_one_step():
     for handle in range(3):
         rig.open(handle, LONG[handle:])
     rig.chunk("prefill", {0: 4})
-    rig.open(3, PROMPTS[3])
+    rig.open(3, TEXTS[3])
     rig.prefill(3)
     step = rig.run(take("decode", [3]), portion("prefill", {0: 50, 1: 6}), Portion(take("prefill", [2])))
     assert step.unfinished is not None and step.unfinished.tolist() == [False, False, True, False]
@@ -274,9 +218,9 @@ def test_a_failed_chunk_fails_its_rows_alone():
     rig.engine.memory.close(0)
     rig.chunk("prefill", {1: 50})
     assert rig.out[1] == rig.decoder.reference_greedy(LONG, 1)
-    rig.open(0, PROMPTS[0])
+    rig.open(0, TEXTS[0])
     rig.prefill(0)
-    assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 1)
+    assert rig.out[0] == rig.decoder.reference_greedy(TEXTS[0], 1)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
@@ -428,4 +372,3 @@ def test_policies_are_looked_up():
     assert plain.engine.lengths("plain", np.arange(2)).tolist() == [0, 0]
     assert plain.engine.pending_tokens("plain", "walk", np.arange(2)).tolist() == [1, 1]
     assert plain.engine.restoring("plain", np.arange(2)).tolist() == [False, False]
-    assert decoder_spec().node == NODE
