@@ -26,7 +26,8 @@ class TinyLlama:
         self.checkpoint = resolve_checkpoint(str(save_checkpoint(self.reference, directory)), cache_dir=directory)
         self.setup = ModelSetup(self.checkpoint.config(), None, 128)
         self._continued: dict[tuple[int, ...], list[int]] = {}
-        self._generated: dict[tuple[int, ...], list[int]] = {}
+        self._alone: dict[tuple[int, ...], list[int]] = {}
+        self._solo: Instance | None = None
         self.model: Model = build_model(self.card, self.setup)
 
     def build_node(self) -> NodeSubmodule:
@@ -61,17 +62,14 @@ class TinyLlama:
         return ids[len(prompt.token_ids) : len(prompt.token_ids) + num_tokens]
 
     def alone(self, prompt: PreparedPrompt, num_tokens: int) -> list[int]:
-        """As `greedy`, over the reference's own cache: for texts that are too many to compute without."""
+        """What the plain loop gives to a greedy request that has an instance to itself, with room for everything and
+        nothing reused: for texts that are too many for `greedy`."""
         assert prompt.token_ids is not None
         key = tuple(prompt.token_ids.tolist())
-        known = self._generated.get(key, [])
-        if len(known) < num_tokens:
-            ids, past = torch.tensor([key]), None
-            known = self._generated[key] = []
-            with torch.no_grad():
-                while len(known) < num_tokens:
-                    output = self.reference(ids, past_key_values=past, use_cache=True)
-                    past = output.past_key_values
-                    known.append(int(output.logits[0, -1].argmax()))
-                    ids = torch.tensor([known[-1:]])
-        return known[:num_tokens]
+        if len(self._alone.get(key, [])) < num_tokens:
+            if self._solo is None:
+                self._solo = self.instance(Tuning(overlap=False, engine={"prefix_cache": False}))
+            result = self.submit(self._solo, f"{len(self._solo.results)}", prompt, max_tokens=num_tokens)
+            self._solo.run()
+            self._alone[key] = result.tokens
+        return self._alone[key][:num_tokens]

@@ -2,9 +2,12 @@
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.instance import Instance, Tuning
 from support.tiny_serving import TinyLlama
 
@@ -48,8 +51,21 @@ class Watched:
     num_silent: int = 0
     """Ticks in a row in which nothing happened though something waited."""
 
+    def __post_init__(self) -> None:
+        [parts] = self.instance.parts
+        memory, preempt = parts.engine.memory, parts.engine.memory.preempt
+
+        def watching(handle: int, resource: str) -> object:
+            assert parts.teardown._requests.in_steps[handle] == 0, "a victim in flight"
+            return preempt(handle, resource)
+
+        memory.preempt = watching  # pyright: ignore[reportAttributeAccessIssue]
+
     def submit(self, rid: str, length: int, max_tokens: int, *, seed: int = 0, priority: int = 0) -> None:
-        prompt = self.tiny.prompt(length, seed)
+        """Prompts of one seed begin alike."""
+        longest = self.tiny.prompt(128, seed)
+        assert longest.token_ids is not None
+        prompt = replace(longest, token_ids=longest.token_ids[:length])
         self.prompts[rid] = prompt, max_tokens
         self.tiny.submit(self.instance, rid, prompt, max_tokens=max_tokens, priority=priority)
 
@@ -64,8 +80,8 @@ class Watched:
         silent = len(instance.steps) == num_steps and not in_flight and waits > 0
         self.num_silent = self.num_silent + 1 if silent else 0
         assert self.num_silent <= 3, "it idles while something waits"
-        preemption = instance.parts[0].preemption
-        assert preemption.num_waiting <= preemption.num_inside
+        for holdings in instance.parts[0].engine.memory._holdings.values():
+            holdings.arena.check()
         return busy
 
     def until_somebody(self, waits: str) -> str:
@@ -92,9 +108,6 @@ class Watched:
                 assert result.failure is None, rid
                 assert result.tokens == self.tiny.alone(prompt, max_tokens), rid
         assert self.instance.held(0) == {}
-        for resource in self.instance.parts[0].engine._resources:
-            if hasattr(resource, "check"):
-                resource.check()
 
     def evictions(self, kind: str) -> int:
         return int(self.instance.gauges(0)[f'mstar_evictions_total{{kind="{kind}"}}'])
@@ -170,8 +183,8 @@ def test_an_important_request_goes_before_all_that_wait_and_takes_room_from_thos
     run.submit("waiting", 30, 5, seed=1)
     for _ in range(3):
         run.tick()
-    run.submit("urgent", 45, 6, priority=-1)
-    run.submit("as usual", 33, 4, seed=2)
+    run.submit("urgent", 45, 6, seed=2, priority=-1)
+    run.submit("as usual", 33, 4, seed=3)
     run.run()
     assert run.order == ["urgent", "running", "waiting", "as usual"]
     assert run.evictions("recompute") == 1
@@ -220,10 +233,10 @@ def test_an_important_request_that_cannot_be_helped_stops_nobody(tiny: TinyLlama
     """All that the less important ones have would not suffice: they go on until a more important one has left."""
     run = watched(tiny, on_pages(tiny, tuning, 10))
     run.submit("top", 40, 9, priority=-2)
-    run.submit("low", 8, 20, priority=2)
+    run.submit("low", 8, 20, seed=1, priority=2)
     for _ in range(4):
         run.tick()
-    run.submit("large", 60, 9, priority=-1)
+    run.submit("large", 60, 9, seed=2, priority=-1)
     for _ in range(3):
         run.tick()
     assert run.evictions("recompute") == 0
@@ -290,5 +303,68 @@ def test_prompt_tokens_that_came_from_the_cache_are_not_reported_as_computed(tin
     run.submit("again", 30, 3)
     run.run()
     assert seen == [30, 30 - 3 * PAGE]
+    run.check()
+    run.close()
+
+
+class Arrival(NamedTuple):
+    """A request and what follows it: ticks, and perhaps an abort of the one that came `abort` before."""
+
+    length: int
+    max_tokens: int
+    seed: int
+    priority: int
+    num_ticks: int
+    abort: int | None
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        length=st.integers(1, 44),
+        max_tokens=st.integers(1, 24),
+        seed=st.integers(0, 1),
+        priority=st.sampled_from((0, 0, 0, 1, -1)),
+        num_ticks=st.integers(0, 6),
+        abort=st.one_of(st.none(), st.none(), st.integers(0, 3)),
+    ),
+    min_size=2,
+    max_size=9,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arrivals=ARRIVALS,
+    mode=st.sampled_from(list(TUNINGS)),
+    num_pages=st.integers(6, 14),
+    host_pages=st.sampled_from((0, 5, 60)),
+    max_rows=st.integers(1, 6),
+    max_step_tokens=st.sampled_from((16, 40, 256)),
+    prefix_cache=st.booleans(),
+)
+def test_whatever_comes_every_text_is_right_and_nothing_is_left(
+    tiny: TinyLlama,
+    arrivals: list[Arrival],
+    mode: str,
+    num_pages: int,
+    host_pages: int,
+    max_rows: int,
+    max_step_tokens: int,
+    prefix_cache: bool,
+):
+    tuning = on_pages(
+        tiny, TUNINGS[mode], num_pages, host_pages=host_pages, max_rows=max_rows, max_step_tokens=max_step_tokens
+    )
+    run = watched(tiny, replace(tuning, engine={**tuning.engine, "prefix_cache": prefix_cache}))
+    for index, arrival in enumerate(arrivals):
+        length = min(arrival.length, num_pages * PAGE - arrival.max_tokens)
+        run.submit(f"r{index}", length, arrival.max_tokens, seed=arrival.seed, priority=arrival.priority)
+        for _ in range(arrival.num_ticks):
+            run.tick()
+        doomed = f"r{index - (arrival.abort or 0)}"
+        if arrival.abort is not None and doomed in run.prompts and not run.instance.results[doomed].done:
+            run.instance.abort(doomed)
+    run.run()
     run.check()
     run.close()
