@@ -43,7 +43,7 @@ def _settle(node: NodeRuntime, cache: PagedKV, rows: RowTable, config: EngineCon
         recompute=node.policies.recomputable is not None,
     )
     if config.reuse_generated and node.drawn is not None:
-        cache.holdings.read_token_ids = partial(rows.token_ids, drawn=node.drawn)
+        cache.holdings.keys.read_token_ids = partial(rows.token_ids, drawn=node.drawn)
 
 
 def _contents(node: NodeRuntime, cache: PagedKV, config: EngineConfig) -> CacheContents:

@@ -187,9 +187,9 @@ class PagedKV(Resource[KVStep]):
 
     def publish(self, step: KVStep, rows: Rows, plan: KVFacts, keep: np.ndarray | None) -> None:
         if step.write and keep is None:
-            self.holdings.seal(rows.handles, plan.ends)
+            self.holdings.keys.seal(rows.handles, plan.ends)
         elif step.write:
-            self.holdings.seal(rows.handles[keep], plan.ends[keep])
+            self.holdings.keys.seal(rows.handles[keep], plan.ends[keep])
 
     def layer(self, index: int) -> LayerPages:
         if not 0 <= index < self.spec.num_layers:

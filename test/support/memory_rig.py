@@ -1,0 +1,265 @@
+"""A paged cache driven without a model: what a token writes names the whole row up to it, so wrong pages show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mstar.communication.messages import MediaSpan, SamplingParams
+from mstar.engine.execution import AdmitOutcome
+from mstar.engine.resources.base import OpenConfig, StepContext
+from mstar.engine.resources.cache_policy import CachePolicy
+from mstar.engine.resources.paged_kv import KVFacts, PagedKV
+from mstar.engine.spec import PagedKVSpec
+from mstar.engine.staging import StepShape
+from mstar.engine.step import KVStep, Rows
+from mstar.engine.transaction import Transaction
+
+PAGE = 4
+ROOT = b"r" * 16
+WRONG = -1.0
+"""Written by rows that have failed."""
+
+
+@dataclass
+class Row:
+    """`ids`: the prompt and everything that will be drawn. `in_steps`: steps that hold the row."""
+
+    ids: list[int]
+    num_prompt: int
+    most: int
+    order: int
+    in_steps: int = 0
+    admitted: bool = False
+    dead: bool = False
+    """It has failed or stopped: it computes nothing any more, and is to be closed."""
+    failing: bool = False
+    """Its last step fails on the device, which is not known yet."""
+
+    @property
+    def config(self) -> OpenConfig:
+        return OpenConfig(SamplingParams(), np.array(self.ids[: self.num_prompt], np.int32), self.most)
+
+
+class Armed(NamedTuple):
+    rows: Rows
+    ctx: StepContext
+    facts: KVFacts
+    txn: Transaction
+
+
+@dataclass
+class MemoryRig:
+    """`flying`: submitted steps whose rows are not published yet. The device is immediate; what is ordered for it is
+    carried out at the next submit."""
+
+    num_pages: int = 12
+    num_host_pages: int = 0
+    reuse: bool = True
+    recompute: bool = True
+    reuse_generated: bool = False
+    reads_inputs: bool = False
+    capacity: int = 8
+    max_seq_len: int = 64
+    rows: dict[int, Row] = field(default_factory=dict)
+    flying: list[Armed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kv = PagedKV(
+            PagedKVSpec("kv", 1, 1, 2, PAGE),
+            num_pages=self.num_pages + 1,
+            capacity=self.capacity,
+            max_seq_len=self.max_seq_len,
+            dtype=torch.float64,
+            device=torch.device("cpu"),
+            poison=True,
+            num_host_pages=self.num_host_pages,
+            policy=CachePolicy(ROOT if self.reuse else None, self.reads_inputs, self.recompute),
+        )
+        self.holdings = self.kv.holdings
+        self.arena = self.kv.arena
+        self.host = self.kv._host
+        if self.reuse_generated:
+            self.holdings.keys.read_token_ids = lambda h, begin, end: np.array(self.rows[h].ids[begin:end], np.int32)
+        self._values: dict[tuple[int, ...], float] = {}
+        self._count = 0
+
+    # requests
+
+    def introduce(self, handle: int, prompt: Sequence[int], most: int, *, media: Sequence[MediaSpan] = ()) -> Row:
+        """Equal prompts draw equal tokens."""
+        drawn = [1000 + (sum(prompt) + place) % 7 for place in range(most - len(prompt))]
+        row = Row([*prompt, *drawn], len(prompt), most, self._count)
+        self._count += 1
+        self.rows[handle] = row
+        self.kv.introduce(handle, row.config._replace(media=tuple(media)))
+        return row
+
+    def admit(self, handle: int, prompt: Sequence[int], most: int) -> bool:
+        row = self.introduce(handle, prompt, most)
+        row.admitted = self.kv.reserve(handle)
+        return row.admitted
+
+    def close(self, handle: int) -> None:
+        assert not self.rows.pop(handle).in_steps
+        self.kv.close(handle)
+
+    def wanted(self, handle: int) -> int:
+        """Tokens that the row could compute in one step."""
+        row, length = self.rows[handle], self.length(handle)
+        if row.dead or not row.admitted or self.holdings.is_preempted(handle):
+            return 0
+        if (target := int(self.kv.targets[handle])) > length:
+            return target - length
+        return row.num_prompt - length if length < row.num_prompt else min(1, row.most - 1 - length)
+
+    def length(self, handle: int) -> int:
+        return int(self.kv.lengths[handle])
+
+    # steps
+
+    def arm(self, spans: dict[int, int]) -> Armed | AdmitOutcome:
+        """Admit, plan and advance; a refusal is returned."""
+        rows = Rows(np.array(list(spans), np.int64), np.array(list(spans.values()), np.int32))
+        pages = 16
+        staging = {
+            "kv.block_table": np.zeros((len(spans), pages), np.int32),
+            "kv.kv_lens": np.zeros(len(spans), np.int32),
+            "kv.slots": np.zeros(rows.num_tokens, np.int32),
+        }
+        ctx = StepContext(rows, rows.num_tokens, rows.single, staging, StepShape(len(spans), rows.num_tokens, pages))
+        txn = Transaction()
+        outcome = self.kv.admit(KVStep(), ctx, txn)
+        if not outcome.ok:
+            txn.rollback()
+            return outcome
+        facts = self.kv.plan(KVStep(), ctx)
+        self.kv.advance(KVStep(), ctx, txn)
+        for handle in spans:
+            self.rows[handle].in_steps += 1
+        return Armed(rows, ctx, facts, txn)
+
+    def abandon(self, armed: Armed) -> None:
+        armed.txn.rollback()
+        for handle in armed.rows.handles.tolist():
+            self.rows[handle].in_steps -= 1
+
+    def submit(self, armed: Armed) -> None:
+        armed.txn.commit()
+        self.run_ops()
+        self.flying.append(armed)
+        slots = armed.ctx.staging["kv.slots"].tolist()
+        for handle, span, end in zip(*map(np.ndarray.tolist, (*armed.rows[:2], armed.facts.ends)), strict=True):
+            row = self.rows[handle]
+            for position in range(end - span, end):
+                value = WRONG if row.dead or row.failing else self.value(row.ids[: position + 1])
+                page, offset = divmod(slots.pop(0), PAGE)
+                self.kv.layer(0).k[page, offset] = value
+                self.kv.layer(0).v[page, offset] = -value
+        assert not slots
+        self.check_contents()
+
+    def publish(self) -> None:
+        """The oldest submitted step has ended; failing rows did not survive it."""
+        armed = self.flying.pop(0)
+        handles = armed.rows.handles.tolist()
+        keep = np.array([not (self.rows[h].dead or self.rows[h].failing) for h in handles])
+        self.kv.publish(KVStep(), armed.rows, armed.facts, None if keep.all() else keep)
+        for handle in handles:
+            self.rows[handle].in_steps -= 1
+            self.rows[handle].dead |= self.rows[handle].failing
+
+    def run(self, spans: dict[int, int]) -> None:
+        armed = self.arm(spans)
+        assert isinstance(armed, Armed), armed
+        self.submit(armed)
+        self.publish()
+
+    def run_ops(self) -> None:
+        for work in self.kv.drain_work():
+            work()
+
+    def compute(self, handle: int, num_tokens: int | None = None) -> None:
+        """Steps of one row until it has computed its prompt, or so many tokens."""
+        goal = self.rows[handle].num_prompt if num_tokens is None else num_tokens
+        while self.length(handle) < goal:
+            self.run({handle: min(self.wanted(handle), goal - self.length(handle))})
+
+    # what must hold
+
+    def value(self, ids: Sequence[int]) -> float:
+        return self._values.setdefault(tuple(ids), float(len(self._values) + 1))
+
+    def check(self) -> None:
+        self.arena.check()
+        owned = {int(page) for h in self.rows for page in self.kv.stream(h).pages}
+        assert self.arena.num_owned == len(owned)
+        owed = sum(max(int(p) - int(h), 0) for p, h in zip(self.arena.promised, self.arena.held, strict=True))
+        assert self.arena.num_unpromised == self.num_pages - len(owned) - owed >= 0
+        if self.host is not None:
+            self.host.arena.check()
+        for handle in range(self.capacity):
+            if handle not in self.rows:
+                assert not self.arena.held[handle] and not self.kv.targets[handle] and not self.length(handle)
+
+    def check_contents(self) -> None:
+        """Every row that is whole reads what it has computed, or what others have computed for it; no page that may be
+        adopted is poisoned."""
+        armed = {h for step in self.flying for h in step.rows.handles.tolist()}
+        k, v = self.kv.layer(0)
+        for handle, row in self.rows.items():
+            if row.dead or row.failing:
+                continue
+            length = self.length(handle)
+            if handle in armed:
+                ends = [step.facts.ends[step.rows.handles == handle] for step in self.flying]
+                length = min(length, max(int(end[0]) for end in ends if end.size))
+            pages = self.kv.stream(handle).pages
+            for position in range(length):
+                page, offset = int(pages[position // PAGE]), position % PAGE
+                expected = self.value(row.ids[: position + 1])
+                assert (k[page, offset] == expected).all() and (v[page, offset] == -expected).all(), (handle, position)
+        indexed = np.flatnonzero(self.arena.index.indexed)
+        assert not k[indexed].isnan().any() and not (k[indexed] == WRONG).any()
+
+    def finish_all(self) -> None:
+        """Run every row to its end, oldest first, taking room from younger rows; nothing may be stuck."""
+        while self.flying:
+            self.publish()
+        for handle in [h for h, row in self.rows.items() if row.dead or not row.admitted]:
+            self.close(handle)
+        while self.rows:
+            seniors = sorted(self.rows, key=lambda h: self.rows[h].order)
+            moved = [self._advance(handle, seniors[index + 1 :]) for index, handle in enumerate(seniors)]
+            assert any(moved), "nobody can go on"
+
+    def _advance(self, handle: int, juniors: list[int]) -> bool:
+        row = self.rows.get(handle)
+        if row is None:
+            return False
+        while not self.holdings.resume(handle):
+            if not self._take_from(juniors):
+                return False
+        span = self.wanted(handle)
+        if not span:
+            self.close(handle)
+            return True
+        while isinstance(armed := self.arm({handle: span}), AdmitOutcome):
+            assert armed.refused == (handle,) and armed.missing > 0
+            if not self._take_from(juniors):
+                return False
+        self.submit(armed)
+        self.publish()
+        self.check()
+        return True
+
+    def _take_from(self, juniors: list[int]) -> bool:
+        for junior in reversed(juniors):
+            if junior in self.rows and self.holdings.reclaimable(junior):
+                self.holdings.preempt(junior)
+                return True
+        return False
