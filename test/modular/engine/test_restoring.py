@@ -29,8 +29,8 @@ def take_away(rig: EngineRig, handle: int) -> None:
     assert rig.kv.targets[handle] == length
 
 
-def decoding(*texts: list[int], **config: object) -> EngineRig:
-    rig = EngineRig(prefix_cache=False, **config)
+def decoding(*texts: list[int]) -> EngineRig:
+    rig = EngineRig(prefix_cache=False)
     for handle, text in enumerate(texts):
         rig.open(handle, text)
     rig.generate(range(len(texts)), 4)
@@ -48,7 +48,8 @@ def test_a_row_that_decodes_gets_its_cache_back():
         step = rig.chunk("decode", {0: 5})
         assert step.unfinished is not None and step.unfinished.tolist() == [True]
         assert rig.engine.check_stop(step) == []
-        assert step.outputs.ids["hidden"].tolist() == [0] and rig.store.num_live == 0
+        ids = step.outputs.ids["hidden"]
+        assert ids is not None and ids.tolist() == [0] and rig.store.num_live == 0
     assert rig.engine.restoring(NODE, rows).tolist() == [False]
     assert rig.engine.pending_tokens(NODE, "decode", rows).tolist() == [1]
     assert (int(rig.sampler.columns.num_draws[0]), int(rig.sampler.live[0])) == (draws, live)

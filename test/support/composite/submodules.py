@@ -7,6 +7,7 @@ import torch
 from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, FRAME, LLM, MEDIA_TOKEN
 from torch import Tensor, nn
 
+from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig, StaticInput
 from mstar.engine.step import AttentionStep, KVStep, PositionStep, Rows, SamplerStep, SubmoduleStep
 from mstar.engine.submodule import (
@@ -85,9 +86,11 @@ class DecoderLayer(nn.Module):
 
 class LanguageModel(NodeSubmodule):
     """Prefill: features and prompt → first token, hidden state, first frame. Speak: the last token and frame → the next
-    token and hidden state."""
+    token and hidden state. Token column `feature`: which of the row's features stands in the token's place (-1: none),
+    so that a chunk of a prompt can begin anywhere."""
 
     host_signals = frozenset({"token"})
+    token_columns = ("feature",)
 
     def __init__(self, c: Config, dtype: torch.dtype) -> None:
         super().__init__()
@@ -109,7 +112,20 @@ class LanguageModel(NodeSubmodule):
         num_rows = len(rows.handles)
         if graph_walk == "speak":
             return NodeBatch(np.ones(num_rows, np.int32), np.full(num_rows, LIVE_TOKEN, np.int32))
-        return NodeBatch(rows.num_prompt, np.concatenate([prompt for prompt in rows.prompts if prompt is not None]))
+        token_ids: list[np.ndarray] = []
+        features: list[np.ndarray] = []
+        for prompt, length in zip(rows.prompts, rows.lengths.tolist(), strict=True):
+            assert prompt is not None
+            is_media = prompt == MEDIA_TOKEN
+            token_ids.append(prompt[length:])
+            features.append(np.where(is_media, np.cumsum(is_media) - 1, -1)[length:].astype(np.int32))
+        spans = rows.num_prompt - rows.lengths
+        return NodeBatch(spans, np.concatenate(token_ids), None, {"feature": np.concatenate(features)})
+
+    def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
+        if graph_walk != "prefill":
+            return None
+        return ChunkingPolicy(chunked=True, keep_final_chunk_samples=True, reuse_prefix=True)
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
         return SubmoduleStep(
@@ -135,12 +151,13 @@ class LanguageModel(NodeSubmodule):
 
     @staticmethod
     def _with_features(x: Tensor, inputs: EngineInputs) -> Tensor:
-        """Features in place of the media tokens of the packed prompts, in the order of the rows."""
-        assert inputs.tokens is not None
-        features = torch.cat(tuple(_rows_of(inputs, "features")))
-        is_media = inputs.tokens == MEDIA_TOKEN
-        index = (is_media.cumsum(0) - 1).clamp(0, features.shape[0] - 1)
-        return torch.where(is_media[:, None], features[index], x)
+        """Features in place of the media tokens of the packed chunks `[tokens, width]`."""
+        assert inputs.last is not None
+        rows = _rows_of(inputs, "features")
+        before = torch.tensor([0, *(features.shape[0] for features in rows[:-1])]).cumsum(0)  # features of earlier rows
+        row = torch.searchsorted(inputs.last, torch.arange(x.shape[0]))
+        place = inputs.token_columns["feature"]
+        return torch.where(place[:, None] < 0, x, torch.cat(tuple(rows))[before[row] + place.clamp(min=0)])
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
         """Ends the loop only: the image is still to be painted."""
