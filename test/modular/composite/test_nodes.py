@@ -29,7 +29,9 @@ def _node(context: SubmoduleContext, name: str):
     return build_submodule(find_card(CARD), name, context)
 
 
-def _inputs(num_rows: int, tensors=None, ragged=None, tokens=None, last=None, iterations=None) -> EngineInputs:
+def _inputs(
+    num_rows: int, tensors=None, ragged=None, tokens=None, last=None, iterations=None, features=None
+) -> EngineInputs:
     return EngineInputs(
         num_rows=num_rows,
         tokens=tokens,
@@ -37,6 +39,7 @@ def _inputs(num_rows: int, tensors=None, ragged=None, tokens=None, last=None, it
         tensors=tensors or {},
         ragged=ragged or {},
         iterations=torch.zeros(num_rows, dtype=torch.int64) if iterations is None else iterations,
+        token_columns={} if features is None else {"feature": torch.tensor(features)},
     )
 
 
@@ -82,9 +85,10 @@ def test_language_model_and_codes_follow_the_reference(context: SubmoduleContext
     features = reference.encode(WEIGHTS, request_.media)
     ids = [MEDIA_TOKEN] * len(features) + list(request_.prompt)
     solo.begin(len(ids))
+    place = [*range(len(features)), *[-1] * len(request_.prompt)]
+    last = torch.tensor([len(ids) - 1])
     out = llm.forward_batched(
-        "prefill",
-        _inputs(1, {"features": features[None]}, tokens=torch.tensor(ids), last=torch.tensor([len(ids) - 1])),
+        "prefill", _inputs(1, {"features": features[None]}, tokens=torch.tensor(ids), last=last, features=place)
     )
     tokens, frames = [int(out["token"])], [out["frame"]]
     for _ in range(len(expected.tokens) - 1):
@@ -107,13 +111,29 @@ def test_language_model_and_codes_follow_the_reference(context: SubmoduleContext
 
 
 def test_prefill_puts_features_into_their_own_rows(context: SubmoduleContext):
-    """Two packed prompts with features of different lengths: each gets its own."""
+    """Three packed chunks of prompts with features of different lengths: each gets its own, wherever it begins."""
     llm = _node(context, LLM)
-    features = [torch.full((2, reference.WIDTH), 1.0), torch.full((1, reference.WIDTH), 2.0)]
-    tokens = torch.tensor([MEDIA_TOKEN, MEDIA_TOKEN, 5, MEDIA_TOKEN, 6, 7])
-    x = torch.zeros(len(tokens), reference.WIDTH)
-    placed = llm._with_features(x, _inputs(2, ragged={"features": features}, tokens=tokens))
-    assert placed[:, 0].tolist() == [1, 1, 0, 2, 0, 0]
+    features = [torch.arange(n * reference.WIDTH).view(n, -1) + 1000.0 * (row + 1) for row, n in enumerate((2, 1, 3))]
+    place = [0, 1, -1, 0, -1, -1, 1, 2, -1]
+    x = torch.zeros(len(place), reference.WIDTH)
+    last = torch.tensor([2, 5, 8])
+    placed = llm._with_features(x, _inputs(3, ragged={"features": features}, last=last, features=place))
+    expected = [features[0][0], features[0][1], x[0], features[1][0], x[0], x[0], features[2][1], features[2][2], x[0]]
+    assert torch.equal(placed, torch.stack(expected))
+
+
+def test_a_chunk_of_a_prompt_says_which_features_are_in_it(context: SubmoduleContext):
+    llm = _node(context, LLM)
+    prompts = [np.array([MEDIA_TOKEN] * 4 + [3, 4], np.int32), np.array([5, MEDIA_TOKEN, 6], np.int32)]
+    none = np.zeros(2, np.int32)
+    lengths = np.array([2, 0], np.int32)
+    sizes = np.array([6, 3], np.int32)
+    batch = llm.prepare_batch(
+        "prefill", RowColumns(np.arange(2), lengths, sizes, none, none, none > 0, prompts, frozenset())
+    )
+    assert batch.spans.tolist() == [4, 3]
+    assert batch.token_ids.tolist() == [MEDIA_TOKEN, MEDIA_TOKEN, 3, 4, 5, MEDIA_TOKEN, 6]
+    assert batch.token_columns["feature"].tolist() == [2, 3, -1, -1, -1, 0, -1]
 
 
 def test_flow_step_by_iteration(context: SubmoduleContext):
