@@ -15,7 +15,7 @@ from mstar.communication.tensor_store import TensorStore
 from mstar.communication.transport import Transport
 from mstar.engine.engine import Engine
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.spec import NodeResourceSpec
+from mstar.engine.spec import NodeResourceSpec, PagedKVSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.graph.runtime import PyGraphRuntime
@@ -169,10 +169,16 @@ def assemble_worker(
         admission=admission,
         preemption=preemption,
         teardown=teardown,
-        counters=StepCounters(gauges, totals.gauges, requests.prompt_computed),
+        counters=StepCounters(gauges, totals.gauges, requests.prompt_computed, _caching_nodes(specs)),
         age=StepAge(),
     )
     return Worker(parts, overlap=settings.overlap, clock=totals if clock is None else clock), parts
+
+
+def _caching_nodes(specs: Sequence[NodeResourceSpec]) -> frozenset[str]:
+    return frozenset(
+        spec.node for spec in specs if any(isinstance(resource, PagedKVSpec) for resource in spec.resources)
+    )
 
 
 def _walk_inputs(compiled: CompiledGraph, rank: int) -> dict[str, dict[str, frozenset[str]]]:

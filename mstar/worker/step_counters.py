@@ -31,9 +31,12 @@ class StepCounters:
         gauges: Callable[[], Mapping[str, float]],
         stage_times: Callable[[], Mapping[str, float]],
         prompt_computed: np.ndarray,
+        caching_nodes: frozenset[str],
     ) -> None:
         """`gauges`: what is held now. `stage_times`: where the loop's time went. `prompt_computed` int32 [handles]: how
-        much of each prompt has been computed; written here, emptied by who gives handles out."""
+        much of each prompt has been computed; written here, emptied by who gives handles out. `caching_nodes`: those
+        with a cache, whose steps compute prompts; what other nodes call tokens does not count."""
+        self._caching_nodes = caching_nodes
         self._prompt_computed = prompt_computed
         self._gauges = gauges
         self._stage_times = stage_times
@@ -57,6 +60,8 @@ class StepCounters:
             self.fresh += 1
 
     def _count_prompts(self, step: Step) -> None:
+        if step.node not in self._caching_nodes:
+            return
         columns = step.columns
         some = columns.lengths < columns.num_prompt
         if step.unfinished is not None:

@@ -28,7 +28,7 @@ from soak.traffic import Traffic
 from soak.truth import Truth, composite_logits, llama_logits, tokens_of
 
 ROUND_S, LEAST_ROUNDS = 12.0, 3
-WARM_REQUESTS = 40
+WARM_REQUESTS = 25
 KILL_EVERY_S = (3.0, 7.0)
 RECOVERY_BOUND_S = 60.0
 
@@ -111,7 +111,6 @@ class Campaign:
 
     async def run(self, seconds: float) -> None:
         verdict, audit = self._verdict, self._audit
-        ends_at = time.monotonic() + seconds
         self._asks = asks = Asks(
             self._rng,
             vocab_size=self._target.vocab_size,
@@ -123,6 +122,7 @@ class Campaign:
         traffic = self._new_traffic(asks)
         await self._warm_up(asks)
         await audit.take_baseline()
+        ends_at = time.monotonic() + seconds
         while not verdict.findings:
             left_s = ends_at - time.monotonic()
             if left_s <= 0:

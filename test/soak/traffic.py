@@ -15,7 +15,7 @@ END_BOUND_S = 90.0
 """No request of these sizes may take longer, whatever happens to it."""
 ENOUGH_WRONG = 20
 """Wrong answers that end the traffic: more of them say nothing more."""
-REFUSED_PAUSE_S = 0.1
+REFUSED_PAUSE_S = 0.25
 """Of the traffic after a refusal for a full queue."""
 
 

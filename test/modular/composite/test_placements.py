@@ -53,6 +53,9 @@ def test_outputs_equal_the_reference(composite: Composite, placement: str, tunin
     for index, request in enumerate(REQUESTS):
         composite.check(instance, f"r{index}", request)
     _assert_idle(instance)
+    num_prompt = sum(len(composite.model.process_prompt(r.as_prompt()).token_ids) for r in REQUESTS)
+    assert sum(parts.counters.num_prefill_tokens for parts in instance.parts) == num_prompt
+    assert sum(parts.counters.num_recomputed_tokens for parts in instance.parts) == 0
     assert len(shared_memory_of(instance.name)) >= len(instance.workers) - 1, "nothing could be left behind"
     instance.close()
     assert shared_memory_of(instance.name) == []
