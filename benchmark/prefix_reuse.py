@@ -261,6 +261,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Of ttft and overhead.")] = 5,
     conversations: Annotated[int, typer.Option(min=1)] = 10,
     turns: Annotated[int, typer.Option(min=1)] = 6,
+    reply_tokens: Annotated[int, typer.Option(min=1)] = 80,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward, for overhead.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -268,7 +269,7 @@ def main(
     chosen = parts.split(",")
     if unknown := sorted(set(chosen) - set(PARTS)):
         raise typer.BadParameter(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    chats = Chats(conversations=conversations, turns=turns)
+    chats = Chats(conversations=conversations, turns=turns, reply_tokens=reply_tokens)
     report: dict[str, Any] = {"machine": machine(), "load_before": load_average(), "target": target}
     if {"chats", "ttft"}.intersection(chosen):
         report |= measure_served(target, overrides or [], chats, repeats, chosen)
