@@ -11,7 +11,7 @@ from support.faults.texts import RIDS, Texts
 from support.instance import Tuning
 from support.tiny_serving import TinyLlama
 
-KEYS = ("kv", "attn", "sampler")
+KEYS = ("kv", "sampler")
 REQUESTS = make_requests(4, seed=31)
 
 
