@@ -330,8 +330,10 @@ def _note_drawn(node: NodeRuntime, step: Step, plan: StepPlan, host: Mapping[str
             if handles is not step.handles:
                 draws = draws[np.isin(step.handles, handles)]
             assert isinstance(item.step, SamplerStep)
-            kept = slice(None) if item.step.kept is None else item.step.kept
-            node.drawn[handles[kept], draws[kept]] = tokens[kept]
+            kept = item.step.kept
+            if kept is not None:
+                handles, draws, tokens = handles[kept], draws[kept], tokens[kept]
+            node.drawn[handles, draws] = tokens
 
 
 def _fail_all(step: Step, why: str) -> None:

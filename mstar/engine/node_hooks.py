@@ -17,7 +17,8 @@ class HookFailed(Exception):
 
 
 def ask_prepare(node: NodeRuntime, walk: str, columns: RowColumns, failed: dict[int, str]) -> NodeBatch:
-    """What the rows compute. A hook per row that raises adds the row to `failed`.
+    """What the rows compute, as they are (a hook per row that raises adds the row to `failed`, a row that declines has
+    a negative span).
 
     Raises:
         HookFailed: the columnar hook raised, or what the node gave does not fit the rows or itself.
@@ -35,17 +36,18 @@ def ask_prepare(node: NodeRuntime, walk: str, columns: RowColumns, failed: dict[
 
 
 def ask_declare(
-    node: NodeRuntime, walk: str, rows: Rows, kept: np.ndarray | None
+    node: NodeRuntime, walk: str, rows: Rows, kept: np.ndarray | None, *, single: bool = False
 ) -> tuple[SubmoduleStep | None, list[Touched]]:
-    """What the node declares, and the resources that it touches. Raises `HookFailed`."""
+    """What the node declares, and the resources that it touches. `single`: it is known that every row has one token.
+    Raises `HookFailed`."""
     try:
         declared = node.submodule.declare_step(walk, rows, kept)
-        return declared, [] if declared is None else touched_resources(node, declared, rows)
+        return declared, [] if declared is None else touched_resources(node, declared, rows, single=single)
     except Exception as error:
         raise HookFailed(_message(node.submodule, "declare_step", walk, error)) from error
 
 
-def touched_resources(node: NodeRuntime, declared: SubmoduleStep, rows: Rows) -> list[Touched]:
+def touched_resources(node: NodeRuntime, declared: SubmoduleStep, rows: Rows, *, single: bool = False) -> list[Touched]:
     """The resources of a declared step in the node's order (caches before what reads them).
 
     Raises:
@@ -53,8 +55,9 @@ def touched_resources(node: NodeRuntime, declared: SubmoduleStep, rows: Rows) ->
     """
     if unknown := declared.steps.keys() - node.resources.keys():
         raise LookupError(f"the step touches {sorted(unknown)}, not among the resources of node {node.name!r}")
-    rows = rows if declared.rows is None else declared.rows
-    num_tokens, single = rows.num_tokens, rows.single
+    if declared.rows is not None and declared.rows is not rows:
+        rows, single = declared.rows, False
+    num_tokens, single = (rows.handles.size, True) if single else (rows.num_tokens, rows.single)
     touched: list[Touched] = []
     for key, resource in node.resources.items():
         step = declared.steps.get(key)
@@ -129,19 +132,21 @@ def _ask_rows(submodule: NodeSubmodule, walk: str, columns: RowColumns, failed: 
 
 def _check(node: NodeRuntime, columns: RowColumns, batch: NodeBatch) -> None:
     """What a hook may get wrong, before it becomes an index out of range. Raises `HookFailed`."""
-    num_rows, spans, token_ids = columns.handles.size, np.asarray(batch.spans), batch.token_ids
-    if spans.size and spans.min() < 0:
-        return
-    num_tokens = int(spans.sum())
+    num_rows, spans, token_ids = columns.handles.size, batch.spans, batch.token_ids
+    num_tokens = int(np.add.reduce(spans))
     name = type(node.submodule).__name__
-    if spans.size != num_rows or (token_ids is not None and len(token_ids) != num_tokens):
+    if len(spans) != num_rows or (token_ids is not None and len(token_ids) != num_tokens):
+        if len(spans) == num_rows and (np.asarray(spans) < 0).any():
+            return
         given = None if token_ids is None else len(token_ids)
         raise HookFailed(
-            f"{name} gave {spans.size} spans ({num_tokens} tokens) and {given} token ids for {num_rows} rows"
+            f"{name} gave {len(spans)} spans ({num_tokens} tokens) and {given} token ids for {num_rows} rows"
         )
     if token_ids is not None and node.sampler is None and num_tokens and np.min(token_ids) < 0:
         raise HookFailed(f"{name} reads live tokens, but node {node.name!r} has no sampler")
-    for column, values in (batch.token_columns or {}).items():
+    if not batch.token_columns:
+        return
+    for column, values in batch.token_columns.items():
         if column not in node.submodule.token_columns:
             raise HookFailed(f"{name} gave token column {column!r}, not among its token_columns")
         if token_ids is None or len(values) != num_tokens:

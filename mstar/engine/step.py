@@ -22,12 +22,12 @@ class Rows(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
-        return int(self.spans.sum())
+        return int(np.add.reduce(self.spans))
 
     @property
     def single(self) -> bool:
         """Every row has exactly one token."""
-        return bool((self.spans == 1).all())
+        return bool(np.logical_and.reduce(self.spans == 1))
 
 
 @dataclass(frozen=True, slots=True)

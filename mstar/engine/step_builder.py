@@ -23,6 +23,7 @@ from mstar.engine.touched import Touched
 from mstar.graph.protocol import LIVE_COLUMN, TakenRows
 
 _NO_LIMIT = np.iinfo(np.int32).max
+_NO_SPANS = np.empty(0, np.int32)
 
 
 class Built(NamedTuple):
@@ -58,19 +59,15 @@ class StepBuilder:
                 batches.append(self._part_batch(node, part.taken.key.walk, own, restored, failed))
             except HookFailed as error:
                 failed.update(dict.fromkeys(part.taken.rows, str(error)))
-        step = Step(node.name, tuple(parts), handles, np.zeros(handles.size, np.int32), columns, failed=failed)
+        step = Step(node.name, tuple(parts), handles, _NO_SPANS, columns, failed=failed)
         if failed:
+            step.spans = np.zeros(handles.size, np.int32)
             return Built(step, [])
-        declined = [
-            int(handles[part.begin + row])
-            for part, batch in zip(parts, batches, strict=True)
-            if len(batch.spans) and np.min(batch.spans) < 0
-            for row in np.flatnonzero(np.asarray(batch.spans) < 0).tolist()
-        ]
-        if declined:
-            return Built(None, declined)
         batch = join_parts(batches, node.submodule.token_columns)
         step.spans = np.asarray(batch.spans, np.int32)
+        fewest = np.minimum.reduce(step.spans) if handles.size else 0
+        if fewest < 0:
+            return Built(None, handles[step.spans < 0].tolist())
         self._check_lengths(node, columns, step.spans, failed)
         if failed:
             return Built(step, [])
@@ -84,7 +81,8 @@ class StepBuilder:
         if restoring is not None:
             step.unfinished = restoring if step.unfinished is None else step.unfinished | restoring
         try:
-            step.plan = self._plan(node, step, batch, restoring)
+            single = fewest == 1 and batch.token_ids is not None and len(batch.token_ids) == handles.size
+            step.plan = self._plan(node, step, batch, restoring, single=single)
         except HookFailed as error:
             failed.update(dict.fromkeys(handles.tolist(), str(error)))
         return Built(step, [])
@@ -97,15 +95,15 @@ class StepBuilder:
             rows = [row for part in taken for row in part.rows]
             iterations = [value for part in taken for value in part.iterations]
             finals = [value for part in taken for value in part.finals]
-        handles = np.array(rows, np.int64)
+        handles = np.fromiter(rows, np.int64, len(rows))
         live = frozenset(name for name, ids in first.ids.items() if _all_live(ids))
         return RowColumns(
             handles,
             node.lengths(handles),
             self._rows.num_prompt[handles],
             node.num_draws(handles),
-            np.array(iterations, np.int32),
-            np.array(finals, np.bool_),
+            np.fromiter(iterations, np.int32, len(rows)),
+            np.fromiter(finals, np.bool_, len(rows)),
             self._rows.prompts(handles),
             live,
         )
@@ -160,8 +158,10 @@ class StepBuilder:
                     f"{int(after[index])} tokens are more than a row can hold ({self._max_seq_len})"
                 )
 
-    def _plan(self, node: NodeRuntime, step: Step, batch: NodeBatch, restoring: np.ndarray | None) -> StepPlan:
-        """Raises `HookFailed`."""
+    def _plan(
+        self, node: NodeRuntime, step: Step, batch: NodeBatch, restoring: np.ndarray | None, *, single: bool
+    ) -> StepPlan:
+        """`single`: it is known that every row has one token. Raises `HookFailed`."""
         walk = step.parts[-1].taken.key.walk
         if restoring is not None:
             assert node.policies.recomputable is not None
@@ -171,7 +171,7 @@ class StepBuilder:
         kept = batch.kept
         if silent is not None:
             kept = ~silent if kept is None else kept & ~silent
-        declared, touched = ask_declare(node, walk, rows, kept)
+        declared, touched = ask_declare(node, walk, rows, kept, single=single)
         if silent is not None:
             _silence(touched, step.handles[silent])
         token_ids = batch.token_ids
