@@ -18,7 +18,7 @@ TUNINGS = {"on": Tuning(), "off": Tuning(overlap=False), "late": Tuning(late=Tru
 THREE = PLACEMENTS["three_workers"]
 
 
-@pytest.fixture(params=list(TUNINGS))
+@pytest.fixture(params=["on", "off"])
 def instance(composite: Composite, request: pytest.FixtureRequest):
     made = composite.instance("three_workers", TUNINGS[request.param])
     made.run()  # the workers meet
