@@ -1,0 +1,66 @@
+"""The grid of features that meet under pressure: what each cell deploys, and which cells cover the pairs.
+
+A cell may change how requests are computed, never what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+from support.instance import Tuning
+
+UNLIMITED = 1 << 20
+
+
+class Cell(NamedTuple):
+    """`chunk_pages`: budget of a step in pages, 0 for none. `tiny`: a pool in which few requests fit together."""
+
+    overlap: bool
+    chunk_pages: int
+    prefix_cache: bool
+    tiny: bool
+    offload: bool
+
+    def __str__(self) -> str:
+        words = (
+            "async" if self.overlap else "plain",
+            f"chunks of {self.chunk_pages}" if self.chunk_pages else "no chunks",
+            "cache" if self.prefix_cache else "no cache",
+            "tiny pool" if self.tiny else "large pool",
+            "offload" if self.offload else "no offload",
+        )
+        return ", ".join(words)
+
+    def tuning(self, *, page_size: int, tiny_pages: int, host_bytes: int, max_seq_len: int, max_rows: int) -> Tuning:
+        """The cell for a model with one cache, `kv`. Steps run on a thread, as deployments run them on a CPU."""
+        return Tuning(
+            overlap=self.overlap,
+            threaded=self.overlap,
+            max_rows=max_rows,
+            max_step_tokens=self.chunk_pages * page_size or UNLIMITED,
+            max_seq_len=max_seq_len,
+            num_pages={"kv": tiny_pages} if self.tiny else {},
+            engine={"prefix_cache": self.prefix_cache, "host_bytes": {"kv": host_bytes} if self.offload else {}},
+        )
+
+
+BASELINE = Cell(overlap=False, chunk_pages=0, prefix_cache=False, tiny=False, offload=False)
+ALL_CELLS = [Cell(*values) for values in product((True, False), (1, 3, 0), (True, False), (True, False), (True, False))]
+
+
+def covering_cells(strength: int) -> list[Cell]:
+    """Few cells in which every combination of values of any `strength` features occurs, the harder ones first."""
+    columns = list(combinations(range(len(Cell._fields)), strength))
+    missing = {(which, tuple(cell[i] for i in which)) for cell in ALL_CELLS for which in columns}
+    chosen: list[Cell] = []
+    while missing:
+        best = max(ALL_CELLS, key=lambda cell: len(_covered(cell, columns) & missing))
+        chosen.append(best)
+        missing -= _covered(best, columns)
+    return chosen
+
+
+def _covered(cell: Cell, columns: Sequence[tuple[int, ...]]) -> set[tuple[tuple[int, ...], tuple[bool | int, ...]]]:
+    return {(which, tuple(cell[i] for i in which)) for which in columns}
