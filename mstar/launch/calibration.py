@@ -38,8 +38,8 @@ def calibrate_steps(config: DeploymentConfig, compiled: CompiledGraph, rank: int
 def describe_cost(node: str, cost: StepCost, most: int) -> str:
     """One line about a node's steps. `most`: tokens of any step."""
     rows = DECODE_ROWS
-    alone = ChunkBudget(most, cost, 0, 0, 0, turn=True).cut(0, most, 1)
-    beside = ChunkBudget(most, cost, rows, rows, 0, turn=True).cut(0, most, 1)
+    alone = ChunkBudget(most, cost, 0, 0, 0).cut(0, most, 1)
+    beside = ChunkBudget(most, cost, rows, rows, 0).cut(0, most, 1)
     return (
         f"{node}: {rows} streams decode in {1e3 * cost.decode_s(rows, 0):.1f} ms, a prompt token takes "
         f"{1e3 * cost.token_s:.2f} ms and {1e3 * 1024 * cost.pair_s:.2f} ms for each 1,024 before it; a step computes "

@@ -17,7 +17,8 @@ from mstar.engine.step_cost import StepCost
 from mstar.worker.candidates import Run
 
 MIN_CHUNK = 16
-"""Tokens that a chunk has at least whenever a prompt has its turn: below, a step is all overhead."""
+"""Tokens that a step with chunks computes of them at least, so that rows that decode, however many, starve no prompt.
+Below, a step is all overhead."""
 CHUNK_STEP_S = 0.1
 """What a step without decode rows may take: a request that arrives meanwhile waits for its end."""
 CHUNK_STEP_TOKENS = 128
@@ -47,16 +48,14 @@ class ChunkBudget:
         num_others: int,
         other_tokens: int,
         contexts: int,
-        *,
-        turn: bool,
     ) -> None:
-        """`num_others` rows with `other_tokens` tokens go along whole and read `contexts` tokens of cache together.
-        `turn`: the first chunk is cut whatever is left."""
+        """`num_others` rows with `other_tokens` tokens go along whole and read `contexts` tokens of cache together. The
+        first chunk is cut whatever they leave."""
         self._cost = cost
         self._tokens = max_step_tokens - other_tokens
         self._seconds = 0.0
         if cost is None:
-            self._least = MIN_CHUNK if turn else 0
+            self._least = min(MIN_CHUNK, max_step_tokens)
         elif num_others:
             self._least = MIN_CHUNK
             allowed = MIXED_STEP_FACTOR * cost.decode_s(num_others, contexts)

@@ -111,8 +111,7 @@ class MicroScheduler:
         whole = [run for key in group for run in waiting if run.shares_as == key and not run.cut]
         cut = [run for run in waiting if run.cut and run.shares_as in group]
         cut.sort(key=lambda run: (run.part is None, not run.restores))
-        turn = any(run.shares_as == first for run in cut)
-        draft = _Draft(most, kept=int(turn or any(run.key == first for run in whole)))
+        draft = _Draft(most, kept=int(any(run.shares_as == first for run in (*whole, *cut))))
         # Where a node takes fewer rows than there are, those that wait go before those that would run ahead.
         ahead = max(0, most - bool(cut) - sum(len(run.rows) for run in whole if run.part is None))
         for target in targets:
@@ -134,7 +133,7 @@ class MicroScheduler:
             if rows:
                 self._take(draft, run, rows, num_tokens)
         if cut:
-            self._add_chunks(draft, cut, turn=turn or not draft.portions)
+            self._add_chunks(draft, cut)
         if not draft.portions:
             return None
         return Composed(tuple(draft.spec_ids), tuple(draft.portions), tuple(draft.carried))
@@ -163,7 +162,7 @@ class MicroScheduler:
             rows = rows[: max(at_least, fits)]
         return rows, int(tokens[: len(rows)].sum())
 
-    def _add_chunks(self, draft: _Draft, runs: list[Run], *, turn: bool) -> None:
+    def _add_chunks(self, draft: _Draft, runs: list[Run]) -> None:
         """Chunks of rows whose tokens may be computed over several steps: first come, first served."""
         node = runs[0].key.node
         cost = self.limits.costs.get(node)
@@ -171,7 +170,7 @@ class MicroScheduler:
         if cost is not None and draft.portions:
             others = np.array([row for portion in draft.portions for row in portion.taken.rows], np.int64)
             contexts = int(self._engine.lengths(node, others).sum())
-        budget = ChunkBudget(self.limits.max_step_tokens, cost, draft.num_rows, draft.tokens, contexts, turn=turn)
+        budget = ChunkBudget(self.limits.max_step_tokens, cost, draft.num_rows, draft.tokens, contexts)
         cuts = [Cuts(self._engine, run, self._policies[run.shares_as]) for run in runs]
         places = [(at, index) for at in range(len(runs)) for index in range(len(runs[at].rows))]
         order = self._seniority([runs[at].rows[index] for at, index in places])
