@@ -2,6 +2,7 @@
 give way and come back, and clients that leave: whoever no fault has hit has the text that it has alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from support.faults.declared import HOOKS, STAGES, Fault, run_out_of_memory
@@ -23,10 +24,10 @@ seen: set[str] = set()
 
 
 def storm_tuning(rng: random.Random) -> Tuning:
-    kind = rng.choice([{"overlap": False}, {}, {"threaded": True}, {"late": True}])
+    kind = rng.choice([Tuning(overlap=False), Tuning(), Tuning(threaded=True), Tuning(late=True)])
     engine = {"prefix_cache": rng.random() < 0.7, "host_bytes": rng.choice([{}, {"kv": 4 * PAGE_BYTES}])}
-    return Tuning(
-        **kind,
+    return replace(
+        kind,
         max_rows=8,
         max_step_tokens=rng.choice([16, 48, 256]),
         max_seq_len=128,

@@ -16,6 +16,10 @@ from support.server import Server, running
 from support.streamed import Streamed
 
 from mstar.api_server.loop_watch import LoopWatch
+from mstar.communication.loopback import LoopbackNet
+from mstar.communication.messages import Heartbeat
+from mstar.communication.wire import decode_to_front, decode_to_worker
+from mstar.worker.heartbeat import HeartbeatThread, StepAge
 
 STEP_TIMEOUT_S = 1.0
 WATCHDOG_S = 1.2
@@ -139,6 +143,27 @@ def test_a_lost_device_ends_the_worker_and_it_comes_back(server: Server, faults_
     assert_well_again(server, text)
     assert server.gauges()["mstar_worker_restarts_total"] == restarts + 1
     assert "AcceleratorError: CUDA error: an illegal memory access" in server.log.read_text()
+
+
+def test_a_loop_that_hangs_beside_its_steps_counts_as_stuck(capfd: pytest.CaptureFixture[str]):
+    """A hook that never returns, say: no step is on the device."""
+    net, age = LoopbackNet(), StepAge()
+    front, bus = net.bus("front", decode_to_front), net.bus("w0", decode_to_worker)
+    bus.connect("front", "front")
+    assert age.seconds() == 0
+    age.tick_ns = time.monotonic_ns() - 5_000_000_000
+    heartbeat = HeartbeatThread(bus, "front", 0, 1, age, step_timeout_s=4)
+    heartbeat.start()
+    time.sleep(0.6)
+    heartbeat.close()
+    beats = [message for message in front.receive() if isinstance(message, Heartbeat)]
+    assert len(beats) >= 2
+    assert all(beat.step_age_s > 4 for beat in beats)
+    assert capfd.readouterr().err.count("Current thread") == 1
+    age.tick_ns = 0
+    assert age.seconds() == 0, "at rest"
+    for one in (front, bus):
+        one.close()
 
 
 def test_a_loop_that_does_not_answer_is_dumped_once(capfd: pytest.CaptureFixture[str]):
