@@ -55,7 +55,8 @@ class RequestMemory:
         return True
 
     def open(self, handle: int, config: OpenConfig) -> None:
-        """A request begins. Atomic: what raises leaves nothing open, and room promised before stays promised.
+        """A request begins. Atomic: what raises leaves nothing open, and room promised before stays promised. One that
+        was not introduced is now, and counts on no room.
 
         Raises:
             ValueError: a resource cannot serve the request; the message is meant for the client.
