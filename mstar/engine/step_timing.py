@@ -6,7 +6,6 @@ as a served step does; what was opened is closed again, and nothing is published
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -81,9 +80,9 @@ class _Timing:
         """What is measured takes turns, so that something else on the machine slows down all of it alike. Raises
         `_Unmeasured`."""
         most = self._engine.memory.most_tokens() - 1
-        large = min(LARGE, most // (2 * ROUNDS))
+        large = min(LARGE, (most - 1) // (2 * ROUNDS))
         small = min(SMALL, large // 2)
-        if small < 1 or not self._open(NEAR, min(most, ROUNDS * (small + large)), 1):
+        if small < 1 or not self._open(NEAR, ROUNDS * (small + large) + 1, 1):  # none is a prompt's last chunk
             raise _Unmeasured
         streams = self._open_streams() if self._decode is not None else []
         far = self._open_far(most)
@@ -97,8 +96,11 @@ class _Timing:
             chunks[large].append(self._chunk(NEAR, large))
             if far:
                 chunks[-FAR_TOKENS].append(self._chunk(FAR, FAR_TOKENS))
-            for rows in {1, len(streams)} if streams else ():
-                decode[rows].append(self._decode_once(streams[:rows]))
+            try:
+                for rows in {1, len(streams)} if streams else ():
+                    decode[rows].append(self._decode_once(streams[:rows]))
+            except _Unmeasured:  # no room for them to go on
+                streams = []
             if round_ and time.monotonic() > self._deadline:
                 break
         base_s, token_s, pair_s = _solve([_typical(found) for found in chunks.values()])
@@ -118,8 +120,8 @@ class _Timing:
 
     def _open_far(self, most: int) -> bool:
         """A request whose cache claims much more than the near one's will hold. False: there is no room for one."""
-        length = min(most, FAR_START + ROUNDS * FAR_TOKENS)
-        start = length - ROUNDS * FAR_TOKENS
+        length = min(most, FAR_START + ROUNDS * FAR_TOKENS + 1)
+        start = length - ROUNDS * FAR_TOKENS - 1
         if start < 4 * ROUNDS * (SMALL + LARGE) // 2 or not self._open(FAR, length, 1):
             return False
         self._engine.skip(self._arm([self._portion(FAR, start)]))
@@ -176,14 +178,16 @@ def _rows(key: ReadyKey, handles: list[int], inputs: Sequence[str] | frozenset[s
 
 
 def _typical(chunks: Sequence[_Chunk]) -> _Chunk:
-    """One chunk for several of the same size."""
-    pairs = statistics.mean(chunk.pairs for chunk in chunks)
-    return _Chunk(chunks[0].tokens, pairs, _quartile([chunk.seconds for chunk in chunks]))
+    """The one at the lower quartile: what else the machine did can only have made a step longer."""
+    return sorted(chunks, key=lambda chunk: chunk.seconds)[_quarter(len(chunks))]
 
 
 def _quartile(seconds: Sequence[float]) -> float:
-    """The lower one: what else the machine did can only have made a step longer."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
+    return sorted(seconds)[_quarter(len(seconds))]
+
+
+def _quarter(count: int) -> int:
+    return (count - 1) // 4
 
 
 def _solve(groups: Sequence[_Chunk]) -> tuple[float, float, float]:
