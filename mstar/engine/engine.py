@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
+from mstar.engine import resource_stages
 from mstar.engine.bucket_capture import Progress, capture_bucket, capture_buckets
 from mstar.engine.cache_reuse import settle_cache_policies
 from mstar.engine.chunking import ChunkingPolicy
@@ -24,6 +25,7 @@ from mstar.engine.node_hooks import HookFailed, ask_check_stop
 from mstar.engine.node_runtime import NodeRuntime, build_node
 from mstar.engine.request_memory import RequestMemory
 from mstar.engine.resource_set import build_resources
+from mstar.engine.resource_stages import ResourceFailed
 from mstar.engine.resources.base import Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
@@ -31,10 +33,9 @@ from mstar.engine.step import SamplerStep
 from mstar.engine.step_builder import Built, StepBuilder, slice_columns
 from mstar.engine.step_inputs import find_inputs
 from mstar.engine.step_plan import StepPlan
-from mstar.engine.step_planner import advance, plan_step, release_slot
+from mstar.engine.step_planner import plan_step, release_slot
 from mstar.engine.step_runner import StepWork
 from mstar.engine.submodule import NodeSubmodule, StopDecision
-from mstar.engine.touched import ResourceFailed
 from mstar.engine.transaction import Transaction
 from mstar.graph.protocol import NO_TENSOR, TakenRows
 from mstar.platforms.executor import DeviceExecutor
@@ -127,18 +128,17 @@ class Engine:
             )
         plan = _plan_of(step)
         txn = Transaction()
-        for item in plan.touched:
-            try:
-                outcome = item.resource.admit(item.step, item.context({}, plan.shape), txn)
-            except Exception as error:
-                txn.rollback()
-                _fail_all(step, str(ResourceFailed("admit", item.resource, error)))
-                return AdmitOutcome()
-            if not outcome.ok:
-                txn.rollback()
-                return outcome
-        step.txn = txn
-        return AdmitOutcome()
+        try:
+            outcome = resource_stages.admit(plan, txn)
+        except ResourceFailed as error:
+            txn.rollback()
+            _fail_all(step, str(error))
+            return AdmitOutcome()
+        if outcome.ok:
+            step.txn = txn
+        else:
+            txn.rollback()
+        return outcome
 
     def plan(self, step: Step) -> None:
         """Write the step's block into a staging slot of its own, then move lengths and draw indices. A step whose node
@@ -153,7 +153,7 @@ class Engine:
             plan = _plan_of(step)
             plan.found = find_inputs(step.parts, self._store, plan.restoring)
             plan_step(node, plan, guard_device=self._config.debug_poison)
-            advance(plan, step.txn)
+            resource_stages.advance(plan, step.txn)
         except (HookFailed, ResourceFailed) as error:
             self._drop(step)
             _fail_all(step, str(error))
@@ -220,9 +220,9 @@ class Engine:
             _note_drawn(node, step, plan, done.resource_host)
         for item in plan.touched:
             try:
-                step.failed.update(item.resource.settle(item.facts, item.rows, done.resource_host, outputs))
-            except Exception as error:
-                _fail_all(step, str(ResourceFailed("settle", item.resource, error)))
+                step.failed.update(resource_stages.settle(item, done.resource_host, outputs))
+            except ResourceFailed as error:
+                _fail_all(step, str(error))
         outputs.ids.update(dict.fromkeys(done.live))
         for name, value in done.stored.items():
             outputs.ids[name] = self._put(value, plan)
@@ -265,15 +265,13 @@ class Engine:
         outputs of the others leave the store. Where a resource raises, the kept rows are added to `failed`."""
         if step.error is not None:
             return
-        for item in _plan_of(step).touched:
-            if type(item.resource).publish is not Resource.publish:
-                chosen = None if keep is None else _aligned(keep, step.handles, item.rows.handles)
-                try:
-                    item.resource.publish(item.step, item.rows, item.facts, chosen)
-                except Exception as error:
-                    why = str(ResourceFailed("publish", item.resource, error))
-                    kept = item.rows.handles if chosen is None else item.rows.handles[chosen]
-                    step.failed.update(dict.fromkeys(kept.tolist(), why))
+        for item in resource_stages.publishing(_plan_of(step)):
+            chosen = None if keep is None else _aligned(keep, step.handles, item.rows.handles)
+            try:
+                resource_stages.publish(item, chosen)
+            except ResourceFailed as error:
+                kept = item.rows.handles if chosen is None else item.rows.handles[chosen]
+                step.failed.update(dict.fromkeys(kept.tolist(), str(error)))
         if keep is not None and not keep.all():
             for ids in step.outputs.ids.values():
                 if ids is not None:
@@ -326,9 +324,7 @@ def _note_drawn(node: NodeRuntime, step: Step, plan: StepPlan, host: Mapping[str
     for item in plan.touched:
         if item.resource is node.sampler:
             handles, tokens = item.rows.handles, host[node.sampler.key + ".tokens"]
-            draws = step.columns.num_draws
-            if handles is not step.handles:
-                draws = draws[np.isin(step.handles, handles)]
+            draws = _aligned(step.columns.num_draws, step.handles, handles)
             assert isinstance(item.step, SamplerStep)
             kept = item.step.kept
             if kept is not None:
@@ -340,12 +336,12 @@ def _fail_all(step: Step, why: str) -> None:
     step.failed.update(dict.fromkeys(step.handles.tolist(), why))
 
 
-def _aligned(keep: np.ndarray, handles: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """`keep`, given for `handles`, for some of them: bool [chosen]."""
+def _aligned(column: np.ndarray, handles: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """`column`, given for `handles`, for some of them."""
     if chosen is handles:
-        return keep
+        return column
     order = np.argsort(handles)
-    return keep[order[np.searchsorted(handles, chosen, sorter=order)]]
+    return column[order[np.searchsorted(handles, chosen, sorter=order)]]
 
 
 def _plan_of(step: Step) -> StepPlan:

@@ -35,6 +35,14 @@ def ask_prepare(node: NodeRuntime, walk: str, columns: RowColumns, failed: dict[
     return batch
 
 
+def check_alike(node: NodeRuntime, batches: Sequence[NodeBatch]) -> None:
+    """Rows of one forward all have tokens, or none has. Raises `HookFailed`."""
+    if len(batches) > 1 and any(batch.token_ids is None for batch in batches):
+        if any(np.any(batch.spans) for batch in batches if batch.token_ids is None):
+            if any(batch.token_ids is not None for batch in batches):
+                raise HookFailed(f"rows of node {node.name!r} with token ids share a step with rows that have none")
+
+
 def ask_declare(
     node: NodeRuntime, walk: str, rows: Rows, kept: np.ndarray | None, *, single: bool = False
 ) -> tuple[SubmoduleStep | None, list[Touched]]:

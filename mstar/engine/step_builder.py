@@ -12,18 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from mstar.engine.execution import Portion, Step, StepPart
-from mstar.engine.node_hooks import HookFailed, ask_declare, ask_prepare
+from mstar.engine.node_hooks import HookFailed, ask_declare, ask_prepare, check_alike
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.row_table import RowTable
-from mstar.engine.step import Rows, SamplerStep
+from mstar.engine.step import Rows
 from mstar.engine.step_batch import cut_rows, join_parts, merge_rows
-from mstar.engine.step_plan import Accumulating, StepPlan
+from mstar.engine.step_plan import StepPlan
 from mstar.engine.submodule import LIVE_TOKEN, NodeBatch, RowColumns
-from mstar.engine.touched import Touched
+from mstar.engine.unfinished_rows import accumulating, row_limits, silence, silent_rows
 from mstar.graph.protocol import LIVE_COLUMN, TakenRows
-
-_NO_LIMIT = np.iinfo(np.int32).max
-_NO_SPANS = np.empty(0, np.int32)
 
 
 class Built(NamedTuple):
@@ -49,29 +46,43 @@ class StepBuilder:
             begin += len(taken.rows)
         columns = self._columns(node, [part.taken for part in parts])
         handles = columns.handles
+        step = Step(node.name, tuple(parts), handles, np.zeros(handles.size, np.int32), columns)
         restoring = node.restoring(handles, columns.lengths)
-        failed: dict[int, str] = {}
         batches: list[NodeBatch] = []
         for part in parts:
             own = columns if len(parts) == 1 else slice_columns(columns, part)
             restored = None if restoring is None else restoring[part.begin : part.end]
             try:
-                batches.append(self._part_batch(node, part.taken.key.walk, own, restored, failed))
+                batches.append(self._part_batch(node, part.taken.key.walk, own, restored, step.failed))
             except HookFailed as error:
-                failed.update(dict.fromkeys(part.taken.rows, str(error)))
-        step = Step(node.name, tuple(parts), handles, _NO_SPANS, columns, failed=failed)
-        if failed:
-            step.spans = np.zeros(handles.size, np.int32)
+                step.failed.update(dict.fromkeys(part.taken.rows, str(error)))
+        if step.failed:
             return Built(step, [])
+        try:
+            return self._complete(node, step, portions, batches, restoring)
+        except HookFailed as error:
+            step.failed.update(dict.fromkeys(handles.tolist(), str(error)))
+            return Built(step, [])
+
+    def _complete(
+        self,
+        node: NodeRuntime,
+        step: Step,
+        portions: Sequence[Portion],
+        batches: Sequence[NodeBatch],
+        restoring: np.ndarray | None,
+    ) -> Built:
+        """The step from what its parts compute if nothing is cut. Raises `HookFailed`."""
+        check_alike(node, batches)
         batch = join_parts(batches, node.submodule.token_columns)
         step.spans = np.asarray(batch.spans, np.int32)
-        fewest = np.minimum.reduce(step.spans) if handles.size else 0
+        fewest = np.minimum.reduce(step.spans) if step.num_rows else 0
         if fewest < 0:
-            return Built(None, handles[step.spans < 0].tolist())
-        self._check_lengths(node, columns, step.spans, failed)
-        if failed:
+            return Built(None, step.handles[step.spans < 0].tolist())
+        self._check_lengths(node, step)
+        if step.failed:
             return Built(step, [])
-        limits = _limits(node, portions, parts, restoring)
+        limits = row_limits(node, portions, step.parts, restoring)
         if limits is not None:
             cut = np.minimum(step.spans, limits)
             if (cut < step.spans).any():
@@ -80,11 +91,8 @@ class StepBuilder:
                 batch = cut_rows(batch, cut)
         if restoring is not None:
             step.unfinished = restoring if step.unfinished is None else step.unfinished | restoring
-        try:
-            single = fewest == 1 and batch.token_ids is not None and len(batch.token_ids) == handles.size
-            step.plan = self._plan(node, step, batch, restoring, single=single)
-        except HookFailed as error:
-            failed.update(dict.fromkeys(handles.tolist(), str(error)))
+        single = fewest == 1 and batch.token_ids is not None and len(batch.token_ids) == step.num_rows
+        step.plan = self._plan(node, step, batch, restoring, single=single)
         return Built(step, [])
 
     def _columns(self, node: NodeRuntime, taken: Sequence[TakenRows]) -> RowColumns:
@@ -122,6 +130,7 @@ class StepBuilder:
         asked = ask_prepare(node, walk, self._select_columns(columns, others), failed)
         if failed:
             return asked
+        check_alike(node, [restored, asked])
         return merge_rows([(index, restored), (others, asked)], node.submodule.token_columns)
 
     def _restored_batch(self, node: NodeRuntime, handles: np.ndarray) -> NodeBatch:
@@ -147,14 +156,14 @@ class StepBuilder:
             columns.live,
         )
 
-    def _check_lengths(self, node: NodeRuntime, columns: RowColumns, spans: np.ndarray, failed: dict[int, str]) -> None:
+    def _check_lengths(self, node: NodeRuntime, step: Step) -> None:
         """A row that will not fit fails before its first chunk."""
-        if node.cache is None or not spans.size:
+        if node.cache is None or not step.num_rows:
             return
-        after = columns.lengths + spans
+        after = step.columns.lengths + step.spans
         if after.max() > self._max_seq_len:
             for index in np.flatnonzero(after > self._max_seq_len).tolist():
-                failed[int(columns.handles[index])] = (
+                step.failed[int(step.handles[index])] = (
                     f"{int(after[index])} tokens are more than a row can hold ({self._max_seq_len})"
                 )
 
@@ -167,13 +176,13 @@ class StepBuilder:
             assert node.policies.recomputable is not None
             walk = node.policies.recomputable
         rows = Rows(step.handles, step.spans)
-        silent = _silent(node, step)
+        silent = silent_rows(node, step)
         kept = batch.kept
         if silent is not None:
             kept = ~silent if kept is None else kept & ~silent
         declared, touched = ask_declare(node, walk, rows, kept, single=single)
         if silent is not None:
-            _silence(touched, step.handles[silent])
+            silence(touched, step.handles[silent])
         token_ids = batch.token_ids
         live_only = (
             token_ids is not None and token_ids.size == step.spans.size and bool((token_ids == LIVE_TOKEN).all())
@@ -186,7 +195,7 @@ class StepBuilder:
         if step.unfinished is not None:
             plan.finished = np.flatnonzero(~step.unfinished)
         if node.chunk_outputs is not None:
-            plan.accumulating = _accumulating(node, step, restoring)
+            plan.accumulating = accumulating(node, step, restoring)
         return plan
 
 
@@ -203,59 +212,6 @@ def slice_columns(columns: RowColumns, part: StepPart) -> RowColumns:
         columns.prompts[cut],
         frozenset(name for name, ids in part.taken.ids.items() if _all_live(ids)),
     )
-
-
-def _limits(
-    node: NodeRuntime, portions: Sequence[Portion], parts: Sequence[StepPart], restoring: np.ndarray | None
-) -> np.ndarray | None:
-    """Tokens of each row at most; None: nothing is limited. Only chunks and what is restored can be cut."""
-    limits: np.ndarray | None = None
-    for portion, part in zip(portions, parts, strict=True):
-        if portion.limits is None:
-            continue
-        own = np.maximum(portion.limits, 1)
-        if not node.policies.of(part.taken.key.walk).chunked:
-            if restoring is None:
-                continue
-            own = np.where(restoring[part.begin : part.end], own, _NO_LIMIT)
-        if limits is None:
-            limits = np.full(parts[-1].end, _NO_LIMIT, np.int32)
-        limits[part.begin : part.end] = own
-    return limits
-
-
-def _silent(node: NodeRuntime, step: Step) -> np.ndarray | None:
-    """bool [rows]: rows that draw nothing whatever the node says: unfinished ones, and those of chunked walks that do
-    not ask for the final chunk's sample. None: no row."""
-    silent = step.unfinished
-    for part in step.parts:
-        policy = node.policies.of(part.taken.key.walk)
-        if policy.chunked and not policy.keep_final_chunk_samples:
-            silent = np.zeros(step.num_rows, np.bool_) if silent is None else silent.copy()
-            silent[part.begin : part.end] = True
-    return silent
-
-
-def _silence(touched: Sequence[Touched], handles: np.ndarray) -> None:
-    """No sampler draws for `handles`, whatever was declared."""
-    for item in touched:
-        if isinstance(item.step, SamplerStep):
-            draws = ~np.isin(item.rows.handles, handles)
-            kept = draws if item.step.kept is None else item.step.kept & draws
-            item.step = SamplerStep(item.step.rows, kept)
-
-
-def _accumulating(node: NodeRuntime, step: Step, restoring: np.ndarray | None) -> list[Accumulating]:
-    """Which outputs are joined over chunks, and for which rows. What is restored has been given out before."""
-    found: list[Accumulating] = []
-    for part in step.parts:
-        signals = node.policies.of(part.taken.key.walk).accumulate
-        rows = np.arange(part.begin, part.end)
-        if restoring is not None:
-            rows = rows[~restoring[rows]]
-        if signals and rows.size:
-            found.append(Accumulating(signals, rows, step.columns.lengths))
-    return found
 
 
 def _all_live(ids: Sequence[int]) -> bool:

@@ -6,18 +6,16 @@ Loop thread, host integers. The slot is the step's until `release_slot`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import numpy as np
 
 from mstar.engine import node_runtime as fields
+from mstar.engine import resource_stages
 from mstar.engine.node_hooks import ask_can_batch
 from mstar.engine.node_runtime import NodeRuntime
-from mstar.engine.staging import NoDeviceCopies, StepShape, fill_padding
+from mstar.engine.staging import StepShape, fill_padding
 from mstar.engine.step_inputs import row_shapes
 from mstar.engine.step_plan import StepPlan
-from mstar.engine.touched import ResourceFailed
-from mstar.engine.transaction import Transaction
 
 _PAGE_STRIDE = 8
 """Tables of eager steps are as wide as the longest row, rounded up, so that shapes repeat."""
@@ -44,15 +42,6 @@ def plan_step(node: NodeRuntime, plan: StepPlan, *, guard_device: bool) -> None:
         _stage(node, plan, guard_device)
 
 
-def advance(plan: StepPlan, txn: Transaction) -> None:
-    """Move lengths and draw indices, inside the step's transaction. Raises `ResourceFailed`."""
-    for item in plan.touched:
-        try:
-            item.resource.advance(item.step, item.context({}, plan.shape), txn)
-        except Exception as error:
-            raise ResourceFailed("advance", item.resource, error) from error
-
-
 def release_slot(node: NodeRuntime, plan: StepPlan) -> None:
     """The step has ended or will not run."""
     if plan.slot is not None:
@@ -75,13 +64,7 @@ def _stage(node: NodeRuntime, plan: StepPlan, guard_device: bool) -> None:
     if plan.bucket is not None:
         fill_padding(plan.layout, views, num_rows, num_tokens)
     _stage_rows(plan, views)
-    for item in plan.touched:
-        guard = guard_device and not item.resource.force_double_buffer
-        try:
-            with NoDeviceCopies(item.resource.key) if guard else nullcontext():
-                item.facts = item.resource.plan(item.step, item.context(views, plan.shape))
-        except Exception as error:
-            raise ResourceFailed("plan", item.resource, error) from error
+    resource_stages.stage(plan, views, guard_device=guard_device)
 
 
 def _stage_rows(plan: StepPlan, views: Mapping[str, np.ndarray]) -> None:

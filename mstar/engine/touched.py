@@ -13,13 +13,6 @@ from mstar.engine.staging import StepShape
 from mstar.engine.step import ResourceStep, Rows
 
 
-class ResourceFailed(Exception):
-    """A resource raised in a stage of a step. The message names both: it is for the step's rows."""
-
-    def __init__(self, stage: str, resource: Resource, error: Exception) -> None:
-        super().__init__(f"{stage} of resource {resource.key!r} raised {type(error).__name__}: {error}")
-
-
 @dataclass(slots=True)
 class Touched:
     """A resource's part in a step. `num_tokens` and `single` of its rows; `facts`: what its `plan` returned."""

@@ -311,6 +311,21 @@ def test_columns_that_do_not_fit_fail_the_rows(
     assert step is not None and message in step.failed[0]
 
 
+def test_rows_without_token_ids_cannot_join_others(monkeypatch: pytest.MonkeyPatch):
+    rig = EngineRig()
+    for handle in range(2):
+        rig.open(handle, LONG)
+    rig.prefill(0)
+    prepare = rig.decoder.prepare_batch
+    bare = NodeBatch(np.ones(1, np.int32))
+    monkeypatch.setattr(
+        rig.decoder, "prepare_batch", lambda walk, rows: bare if walk == "decode" else prepare(walk, rows)
+    )
+    step, _ = rig.engine.build([take("decode", [0]), take("prefill", [1])])
+    assert step is not None and step.failed.keys() == {0, 1}
+    assert "share a step with rows that have none" in step.failed[0]
+
+
 class Declaring(NodeSubmodule):
     host_signals = frozenset({"token"})
 

@@ -1,0 +1,71 @@
+"""What becomes of rows whose run goes on behind a step: how far they are cut, and that they draw and give out nothing.
+
+Loop thread, host integers; a part of `StepBuilder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mstar.engine.execution import Portion, Step, StepPart
+from mstar.engine.node_runtime import NodeRuntime
+from mstar.engine.step import SamplerStep
+from mstar.engine.step_plan import Accumulating
+from mstar.engine.touched import Touched
+
+_NO_LIMIT = np.iinfo(np.int32).max
+
+
+def row_limits(
+    node: NodeRuntime, portions: Sequence[Portion], parts: Sequence[StepPart], restoring: np.ndarray | None
+) -> np.ndarray | None:
+    """Tokens of each row at most; None: nothing is limited. Only chunks and what is restored can be cut."""
+    limits: np.ndarray | None = None
+    for portion, part in zip(portions, parts, strict=True):
+        if portion.limits is None:
+            continue
+        own = np.maximum(portion.limits, 1)
+        if not node.policies.of(part.taken.key.walk).chunked:
+            if restoring is None:
+                continue
+            own = np.where(restoring[part.begin : part.end], own, _NO_LIMIT)
+        if limits is None:
+            limits = np.full(parts[-1].end, _NO_LIMIT, np.int32)
+        limits[part.begin : part.end] = own
+    return limits
+
+
+def silent_rows(node: NodeRuntime, step: Step) -> np.ndarray | None:
+    """bool [rows]: rows that draw nothing whatever the node says: unfinished ones, and those of chunked walks that do
+    not ask for the final chunk's sample. None: no row."""
+    silent = step.unfinished
+    for part in step.parts:
+        policy = node.policies.of(part.taken.key.walk)
+        if policy.chunked and not policy.keep_final_chunk_samples:
+            silent = np.zeros(step.num_rows, np.bool_) if silent is None else silent.copy()
+            silent[part.begin : part.end] = True
+    return silent
+
+
+def silence(touched: Sequence[Touched], handles: np.ndarray) -> None:
+    """No sampler draws for `handles`, whatever was declared."""
+    for item in touched:
+        if isinstance(item.step, SamplerStep):
+            draws = ~np.isin(item.rows.handles, handles)
+            kept = draws if item.step.kept is None else item.step.kept & draws
+            item.step = SamplerStep(item.step.rows, kept)
+
+
+def accumulating(node: NodeRuntime, step: Step, restoring: np.ndarray | None) -> list[Accumulating]:
+    """Which outputs are joined over chunks, and for which rows. What is restored has been given out before."""
+    found: list[Accumulating] = []
+    for part in step.parts:
+        signals = node.policies.of(part.taken.key.walk).accumulate
+        rows = np.arange(part.begin, part.end)
+        if restoring is not None:
+            rows = rows[~restoring[rows]]
+        if signals and rows.size:
+            found.append(Accumulating(signals, rows, step.columns.lengths))
+    return found
