@@ -132,6 +132,22 @@ def test_prefill_leads_to_another_walk_and_is_no_target() -> None:
     assert bench.graph.speculate_node(taken.key, [1]) == []
 
 
+def test_rows_of_a_running_step_that_no_gate_holds_may_go_on_with_their_run() -> None:
+    bench = GraphBench(compile_one(language_model()))
+    prefill = ReadyKey("LLM", "prefill")
+    bench.add(1, 2, 3, 4, 5, walk="prefill", n=9)
+    bench.graph.take(prefill, [1, 2, 3, 4])
+    bench.graph.gate([2], Gate.HELD, True)
+    bench.graph.fail([3])
+    assert bench.graph.carriable(prefill, [1, 2, 3, 4, 5, 6]) == [1, 4]
+    bench.graph.give_back(prefill, [4])
+    assert bench.graph.carriable(prefill, [1, 4]) == [1]
+    bench.graph.give_back(prefill, [2])
+    assert bench.ready() == [("LLM", [4, 5])], "a held row is given back behind its gate"
+    bench.graph.gate([2], Gate.HELD, False)
+    assert bench.ready() == [("LLM", [2, 4, 5])], "and stands where it stood"
+
+
 def test_abandoned_before_routing() -> None:
     """The rows become ready by the routing of the step in flight, as without speculation."""
     bench = decoding(1, 2)

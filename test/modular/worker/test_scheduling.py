@@ -93,3 +93,26 @@ def test_a_row_whose_outer_loop_is_stopped_goes_on_in_the_inner_one(tmp_path):
         assert any(step.speculated for step in instance.steps) == overlap
         instance.close()
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_of_more_important_requests_are_computed_first(tiny, overlap):
+    """A chunk that is under way is left where it is, and taken up again behind them."""
+    instance = tiny.instance(Tuning(overlap=overlap, max_step_tokens=16))
+    results = {}
+    for rid, length, priority in (("low", 100, 5), ("mid", 60, 0), ("high", 40, -3)):
+        results[rid] = instance.submit(
+            rid, tiny.prompt(length), SamplingParams(temperature=0.0, max_tokens=3), priority=priority
+        )
+        instance.tick()
+    order: list[str] = []
+    while len(order) < 3:
+        instance.tick()
+        order += [rid for rid, result in results.items() if result.tokens and rid not in order]
+    assert order == ["high", "mid", "low"]
+    instance.run()
+    for rid, length in (("low", 100), ("mid", 60), ("high", 40)):
+        assert results[rid].tokens == tiny.greedy(tiny.prompt(length), 3)
+    counters = instance.parts[0].counters
+    assert (counters.num_prefill_tokens, counters.num_recomputed_tokens) == (200, 0)
+    instance.close()
