@@ -172,6 +172,27 @@ def test_what_is_held_and_what_has_grown_is_seen():
     ]
 
 
+def test_idling_while_something_waits_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "mstar-0-abcd").mkdir()
+    now = 0.0
+    monkeypatch.setattr("soak.audit.time.monotonic", lambda: now)
+    audit = Audit("", 0, tmp_path)
+
+    def after(steps: float, waiting: float) -> list[str]:
+        nonlocal now
+        now += 0.2
+        audit._sample({'mstar_steps_total{kind="fresh"}': steps, "mstar_queue_depth": waiting})
+        return audit.findings
+
+    for index in range(20):
+        assert after(index, waiting=1) == [], "steps advance"
+    for _ in range(20):
+        assert after(19, waiting=0) == [], "nothing waits"
+    for _ in range(20):
+        after(19, waiting=1)
+    assert "mstar_queue_depth" in audit.findings[0]
+
+
 def test_an_error_in_the_log_is_seen(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text(
