@@ -1,6 +1,7 @@
 """A short soak, and that each of its eyes sees what it is there for. `make soak` runs long ones."""
 
 import asyncio
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -20,13 +21,21 @@ from soak.truth import Truth
 from support.server import running
 
 NUM_ABORTED = 200
+FULL = bool(os.environ.get("MSTAR_TEST_FULL"))
 SAID = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("target", "seed"), [("llama", 11), ("composite_two_workers", 7)])
-def test_a_short_soak_finds_nothing(target: str, seed: int, tmp_path: Path):
-    verdict = soak_target(target, 9, seed, tmp_path, kills=False)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("target", "seed", "kills"),
+    [
+        ("llama", 11, False),
+        ("composite_two_workers", 7, False),
+        *([("llama", 3, True), ("composite", 1, False), ("composite_two_workers", 6, True)] if FULL else []),
+    ],
+)
+def test_a_short_soak_finds_nothing(target: str, seed: int, kills: bool, tmp_path: Path):
+    verdict = soak_target(target, 90 if FULL else 9, seed, tmp_path, kills=kills)
     print(verdict)
     assert verdict.findings == []
     assert verdict.num_requests >= 30
