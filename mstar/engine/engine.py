@@ -29,7 +29,6 @@ from mstar.engine.resource_stages import ResourceFailed
 from mstar.engine.resources.base import Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
-from mstar.engine.step import SamplerStep
 from mstar.engine.step_builder import Built, StepBuilder, slice_columns
 from mstar.engine.step_inputs import find_inputs
 from mstar.engine.step_plan import StepPlan
@@ -325,11 +324,7 @@ def _note_drawn(node: NodeRuntime, step: Step, plan: StepPlan, host: Mapping[str
         if item.resource is node.sampler:
             handles, tokens = item.rows.handles, host[node.sampler.key + ".tokens"]
             draws = _aligned(step.columns.num_draws, step.handles, handles)
-            assert isinstance(item.step, SamplerStep)
-            kept = item.step.kept
-            if kept is not None:
-                handles, draws, tokens = handles[kept], draws[kept], tokens[kept]
-            node.drawn[handles, draws] = tokens
+            node.drawn[handles, draws] = tokens  # rows that drew nothing will write theirs to the same place
 
 
 def _fail_all(step: Step, why: str) -> None:

@@ -141,7 +141,7 @@ class StepBuilder:
             self._rows.token_ids(handle, begin, end, node.drawn)
             for handle, begin, end in zip(handles.tolist(), lengths.tolist(), targets.tolist(), strict=True)
         ]
-        return NodeBatch((targets - lengths).astype(np.int32), np.concatenate(tokens), np.zeros(handles.size, np.bool_))
+        return NodeBatch((targets - lengths).astype(np.int32), np.concatenate(tokens))
 
     def _select_columns(self, columns: RowColumns, index: np.ndarray) -> RowColumns:
         handles = columns.handles[index]
@@ -189,13 +189,12 @@ class StepBuilder:
         )
         plan = StepPlan(walk, rows, touched, token_ids, step.columns.iterations, live_only)
         plan.cg_key_info = None if declared is None else declared.cg_key_info
-        plan.kept = kept
         plan.restoring = restoring
         plan.token_columns = batch.token_columns or {}
         if step.unfinished is not None:
             plan.finished = np.flatnonzero(~step.unfinished)
         if node.chunk_outputs is not None:
-            plan.accumulating = accumulating(node, step, restoring)
+            plan.accumulating = accumulating(node, step)
         return plan
 
 

@@ -47,9 +47,9 @@ class Accumulating(NamedTuple):
 @dataclass(slots=True)
 class StepPlan:
     """`token_ids` int32 [tokens] (-1: the row's live token) or None for a node without tokens; `token_columns`: the
-    node's, as long. `live_only`: each row has one token, its live one. `kept` bool [rows]: rows that draw (None: all).
-    `restoring` bool [rows]: rows that read no inputs (None: no row). `finished` int64: positions of the rows whose run
-    ends with the step (None: all). `shape` is padded; `bucket` is None for an eager step."""
+    node's, as long. `live_only`: each row has one token, its live one. `restoring` bool [rows]: rows that read no
+    inputs (None: no row). `finished` int64: positions of the rows whose run ends with the step (None: all). `shape` is
+    padded; `bucket` is None for an eager step."""
 
     walk: str
     rows: Rows
@@ -58,7 +58,6 @@ class StepPlan:
     iterations: np.ndarray
     live_only: bool = False
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    kept: np.ndarray | None = None
     restoring: np.ndarray | None = None
     finished: np.ndarray | None = None
     accumulating: Sequence[Accumulating] = ()

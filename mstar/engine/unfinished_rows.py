@@ -58,14 +58,10 @@ def silence(touched: Sequence[Touched], handles: np.ndarray) -> None:
             item.step = SamplerStep(item.step.rows, kept)
 
 
-def accumulating(node: NodeRuntime, step: Step, restoring: np.ndarray | None) -> list[Accumulating]:
-    """Which outputs are joined over chunks, and for which rows. What is restored has been given out before."""
-    found: list[Accumulating] = []
-    for part in step.parts:
-        signals = node.policies.of(part.taken.key.walk).accumulate
-        rows = np.arange(part.begin, part.end)
-        if restoring is not None:
-            rows = rows[~restoring[rows]]
-        if signals and rows.size:
-            found.append(Accumulating(signals, rows, step.columns.lengths))
-    return found
+def accumulating(node: NodeRuntime, step: Step) -> list[Accumulating]:
+    """Which outputs are joined over chunks, and for which rows."""
+    return [
+        Accumulating(signals, np.arange(part.begin, part.end), step.columns.lengths)
+        for part in step.parts
+        if (signals := node.policies.of(part.taken.key.walk).accumulate)
+    ]

@@ -151,6 +151,16 @@ def test_without_final_samples_a_prompt_draws_nothing():
     assert rig.sampler._counts.output.sum() == 0
 
 
+def test_a_node_is_told_which_rows_draw(monkeypatch: pytest.MonkeyPatch):
+    rig = EngineRig()
+    for handle in range(2):
+        rig.open(handle, LONG[handle : handle + 8])
+    declare, told = rig.decoder.declare_step, []
+    monkeypatch.setattr(rig.decoder, "declare_step", lambda *given: told.append(given[2]) or declare(*given))
+    rig.chunk("prefill", {0: 5, 1: 9})
+    assert told[0].tolist() == [False, True]
+
+
 class Deaf(TinyDecoder):
     """Declares a draw for every row, whatever it is told."""
 
@@ -174,7 +184,10 @@ def test_no_stop_is_decided_about_a_row_that_goes_on():
     rig.open(2, [1])
     rig.prefill(2)
     first = rig.run(portion("prefill", {0: 9}))
-    assert rig.engine.check_stop(first) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.decoder, "check_stop", None)  # nothing to ask about
+        assert rig.engine.check_stop(first) == []
+        assert not first.failed
     mixed = rig.run(take("decode", [2]), portion("prefill", {1: 9, 0: 50}))
     ((part, decision),) = rig.engine.check_stop(mixed)
     assert (part.begin, decision.index.tolist()) == (1, [1])
