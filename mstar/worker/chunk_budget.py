@@ -19,6 +19,8 @@ from mstar.worker.candidates import Run
 MIN_CHUNK = 16
 """Tokens that a step with chunks computes of them at least, so that rows that decode, however many, starve no prompt.
 Below, a step is all overhead."""
+MIN_TIMED_CHUNK = 8
+"""The same where chunks are cut by time: less, because deep in a long prompt each token takes its time."""
 CHUNK_STEP_S = 0.1
 """What a step without decode rows may take: a request that arrives meanwhile waits for its end."""
 CHUNK_STEP_TOKENS = 128
@@ -57,7 +59,7 @@ class ChunkBudget:
         if cost is None:
             self._least = min(MIN_CHUNK, max_step_tokens)
         elif num_others:
-            self._least = MIN_CHUNK
+            self._least = MIN_TIMED_CHUNK
             allowed = MIXED_STEP_FACTOR * cost.decode_s(num_others, contexts)
             self._seconds = allowed - cost.mixed_s(other_tokens, contexts)
         else:

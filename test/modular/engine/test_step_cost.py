@@ -16,7 +16,7 @@ from mstar.engine.step_runner import StepWork
 from mstar.engine.step_timing import DecodeWalk, measure_step_cost
 from mstar.graph.protocol import ReadyKey
 from mstar.platforms.executor import DeviceEvent, Work
-from mstar.worker.chunk_budget import CHUNK_STEP_TOKENS, MIN_CHUNK, MIXED_STEP_FACTOR, ChunkBudget
+from mstar.worker.chunk_budget import CHUNK_STEP_TOKENS, MIN_TIMED_CHUNK, MIXED_STEP_FACTOR, ChunkBudget
 
 COST = StepCost(base_s=0.03, token_s=4e-4, pair_s=1e-7, decode_base_s=0.025, decode_row_s=1e-3)
 PREFILL, DECODE = ReadyKey(NODE, "prefill"), DecodeWalk(ReadyKey(NODE, "decode"), frozenset({"token"}))
@@ -50,9 +50,9 @@ def test_beside_streams_a_chunk_ends_within_their_bound_or_is_the_least(
 ):
     chunk = ChunkBudget(2048, cost, rows, rows, contexts).cut(start, 10_000, 1)
     allowed = MIXED_STEP_FACTOR * (cost.decode_base_s + rows * cost.decode_row_s + contexts * cost.pair_s)
-    assert chunk >= MIN_CHUNK
-    assert chunk == MIN_CHUNK or _step_s(cost, rows, contexts, chunk, start) <= allowed * (1 + 1e-9)
-    if MIN_CHUNK < chunk < 2048 - rows:
+    assert chunk >= MIN_TIMED_CHUNK
+    assert chunk == MIN_TIMED_CHUNK or _step_s(cost, rows, contexts, chunk, start) <= allowed * (1 + 1e-9)
+    if MIN_TIMED_CHUNK < chunk < 2048 - rows:
         assert _step_s(cost, rows, contexts, chunk + 1, start) >= allowed * (1 - 1e-9)
 
 
@@ -65,7 +65,7 @@ def test_alone_a_chunk_takes_a_tenth_of_a_second_or_has_128_tokens(cost: StepCos
 
 def test_chunks_get_shorter_deep_in_a_prompt():
     sizes = [ChunkBudget(2048, COST, 8, 8, 800).cut(start, 10_000, 1) for start in (0, 1000, 3000, 6000)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.5 * sizes[-1] > 1.5 * MIN_CHUNK
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.5 * sizes[-1] > 1.5 * MIN_TIMED_CHUNK
 
 
 def test_rows_share_a_budget_in_their_order():
