@@ -83,8 +83,9 @@ class Asks:
         self._answered: deque[tuple[int, ...]] = deque(maxlen=30)
 
     def answered(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """What a finished request said; later prompts go on from it."""
-        self._answered.append((*prompt, *output))
+        """What a finished request said; later prompts go on from it. Reserved ids are said, never asked."""
+        if max(output, default=0) < self._first_reserved:
+            self._answered.append((*prompt, *output))
 
     def draw(self) -> Ask:
         rng = self._rng
