@@ -147,9 +147,6 @@ class PageArena:
                 f"{self.num_free} pages free, {self.num_cached} cached"
             )
 
-    def _owed(self, handle: int) -> int:
-        return max(int(self.promised[handle]) - int(self.held[handle]), 0)
-
     def _evict(self, count: int) -> None:
         pages = np.array([self.index.evict() for _ in range(count)], np.int32)
         self.num_evicted += count
