@@ -99,13 +99,16 @@ class RequestMemory:
 
     # room
 
-    def available(self, resource: str) -> int:
-        """Pages of a cache that are neither owned by a request nor promised to one."""
-        return self._holdings[resource].arena.num_unpromised
+    def available(self, resource: str, without: Sequence[int] = ()) -> int:
+        """Pages of a cache that are neither owned by a request nor promised to one; if the requests `without` were
+        preempted, where they can be."""
+        holdings = self._holdings[resource]
+        return holdings.arena.num_unpromised + holdings.reclaimable_together(without)
 
-    def lacking(self, handle: int) -> dict[str, int]:
-        """Pages by cache that must become available before an introduced request gets its room."""
-        lacking = {key: holdings.lacking(handle) for key, holdings in self._holdings.items()}
+    def lacking(self, handle: int, without: Sequence[int] = ()) -> dict[str, int]:
+        """Pages by cache that must become available before an introduced request gets its room; if the requests
+        `without` were preempted, where they can be."""
+        lacking = {key: holdings.lacking(handle, without) for key, holdings in self._holdings.items()}
         return {key: count for key, count in lacking.items() if count}
 
     def reclaimable(self, handle: int, resource: str) -> int:

@@ -6,6 +6,7 @@ operations queued here, in order. Steps are `PagedKV`'s.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -94,13 +95,14 @@ class CacheHoldings:
         host.promise(handle, 0)
         return False
 
-    def lacking(self, handle: int) -> int:
-        """Pages by which `reserve` falls short now."""
+    def lacking(self, handle: int, without: Sequence[int] = ()) -> int:
+        """Pages by which `reserve` falls short now, or would with those of `without` preempted that can be: what they
+        share counts once, and not where `handle` would take it over."""
         num_prompt, most = self._sizes[handle]
         pages = self._pages_for(most)
         if self.policy.recompute or (self._host is not None and self._host.arena.covers(handle, pages)):
             pages = self._pages_for(min(num_prompt + 1, most))
-        return max(self.arena.lacking(handle, pages, self._match(handle)), 0)
+        return max(self.arena.lacking(handle, pages, self._match(handle), self._leaving(without)), 0)
 
     def withdraw(self, handle: int) -> None:
         """Undo `reserve`."""
@@ -136,6 +138,11 @@ class CacheHoldings:
         if not self._can_come_back(handle):
             return 0
         return self.arena.num_sole(self._pages(handle)) + self.arena.owed(handle)
+
+    def reclaimable_together(self, handles: Sequence[int]) -> int:
+        """By how many pages preempting all of them that can be would raise what is unpromised: more than one by one
+        where they share pages."""
+        return self.arena.gain(self._leaving(handles))
 
     def preempt(self, handle: int) -> Preempted:
         """Take the row's pages and its promise away. Raises `RuntimeError` for a row that could not come back."""
@@ -240,6 +247,10 @@ class CacheHoldings:
     def _release(self, handle: int) -> None:
         self.arena.forget(handle, self._streams.clear(handle, int(self.arena.held[handle])))
         self.keys.released(handle)
+
+    def _leaving(self, handles: Sequence[int]) -> list[tuple[int, np.ndarray]]:
+        """Those that can be preempted, with their pages."""
+        return [(handle, self._pages(handle)) for handle in handles if self._can_come_back(handle)]
 
     def _pages(self, handle: int) -> np.ndarray:
         return self._streams.table[handle, : int(self.arena.held[handle])].copy()

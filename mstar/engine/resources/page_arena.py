@@ -7,7 +7,7 @@ nobody's. Cached pages count as room: `acquire` evicts them when free pages run 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,13 +61,31 @@ class PageArena:
         """Whether `promise` would be granted."""
         return self.lacking(handle, num_pages, adopted) <= 0
 
-    def lacking(self, handle: int, num_pages: int, adopted: np.ndarray = NO_PAGES) -> int:
-        """Pages by which `promise` would fall short; 0 or less: it would be granted."""
+    def lacking(
+        self,
+        handle: int,
+        num_pages: int,
+        adopted: np.ndarray = NO_PAGES,
+        leaving: Sequence[tuple[int, np.ndarray]] = (),
+    ) -> int:
+        """Pages by which `promise` would fall short; 0 or less: it would be granted. `leaving`: other handles with
+        their pages; it is asked as if they had been forgotten."""
         held = int(self.held[handle])
         before = max(int(self.promised[handle]) - held, 0)
         after = max(num_pages - held - adopted.size, 0)
-        no_longer_cached = int((self.allocator.owners[adopted] == 1).sum()) if adopted.size else 0
-        return after - before + no_longer_cached - self.num_unpromised
+        owners = self.allocator.owners
+        if leaving:
+            owners = self._owners_without(leaving)
+        no_longer_cached = int((owners[adopted] == 1).sum()) if adopted.size else 0
+        return after - before + no_longer_cached - self.num_unpromised - self.gain(leaving)
+
+    def gain(self, leaving: Sequence[tuple[int, np.ndarray]]) -> int:
+        """By how much `num_unpromised` would grow if these handles, given with their pages, were forgotten."""
+        if not leaving:
+            return 0
+        pages = np.unique(np.concatenate([pages for _, pages in leaving]))
+        nobodys = int((self._owners_without(leaving)[pages] == self.index.indexed[pages]).sum())
+        return nobodys + sum(self.owed(handle) for handle, _ in leaving)
 
     def promise(self, handle: int, num_pages: int, adopted: np.ndarray = NO_PAGES) -> bool:
         """Replace the handle's promise, and make it an owner of `adopted` (indexed pages, not its own yet), which count
@@ -146,6 +164,10 @@ class PageArena:
                 f"promises out of balance: {outstanding} by handle, {self._outstanding} counted, "
                 f"{self.num_free} pages free, {self.num_cached} cached"
             )
+
+    def _owners_without(self, leaving: Sequence[tuple[int, np.ndarray]]) -> np.ndarray:
+        owners = self.allocator.owners
+        return owners - np.bincount(np.concatenate([pages for _, pages in leaving]), minlength=owners.size)
 
     def _evict(self, count: int) -> None:
         pages = np.array([self.index.evict() for _ in range(count)], np.int32)

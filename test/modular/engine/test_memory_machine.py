@@ -144,6 +144,23 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.rig.arena.num_unpromised - before == gained
         return gained
 
+    @precondition(lambda self: self.victims())
+    @rule(data=st.data())
+    def preempt_together(self, data: st.DataObject) -> None:
+        """What several give, and what one in line then lacks, is known before: they may share pages."""
+        holdings, arena = self.rig.holdings, self.rig.arena
+        victims = data.draw(st.lists(st.sampled_from(self.victims()), min_size=1, unique=True))
+        before, gained = arena.num_unpromised, holdings.reclaimable_together(victims)
+        lacking = {handle: holdings.lacking(handle, victims) for handle in self.waiting()}
+        for handle in victims:
+            holdings.preempt(handle)
+        assert arena.num_unpromised - before == gained
+        assert {handle: holdings.lacking(handle) for handle in lacking} == lacking
+        for handle, short in lacking.items():
+            assert arena.num_unpromised >= 0 and (short > 0 or holdings.reserve(handle))
+            if not short:
+                holdings.withdraw(handle)
+
     @precondition(lambda self: self.preempted())
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
