@@ -29,7 +29,7 @@ from soak.truth import Truth, composite_logits, llama_logits, tokens_of
 
 ROUND_S, LEAST_ROUNDS = 12.0, 3
 WARM_REQUESTS = 25
-KILL_EVERY_S = (3.0, 7.0)
+KILL_EVERY_S = (4.0, 10.0)
 RECOVERY_BOUND_S = 60.0
 
 

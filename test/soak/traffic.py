@@ -15,8 +15,8 @@ END_BOUND_S = 90.0
 """No request of these sizes may take longer, whatever happens to it."""
 ENOUGH_WRONG = 20
 """Wrong answers that end the traffic: more of them say nothing more."""
-REFUSED_PAUSE_S = 0.25
-"""Of the traffic after a refusal for a full queue."""
+REFUSED_PAUSE_S = {"queue_full": 0.25, "not_ready": 1.0}
+"""Of the traffic after a refusal, by its code."""
 
 
 class Traffic:
@@ -137,8 +137,8 @@ class Traffic:
 
     def _count(self, outcome: Outcome) -> None:
         error = outcome.error
-        if error is not None and error["code"] in ("queue_full", "not_ready"):
-            self._paused_until = time.monotonic() + REFUSED_PAUSE_S
+        if error is not None and error["code"] in REFUSED_PAUSE_S:
+            self._paused_until = time.monotonic() + REFUSED_PAUSE_S[error["code"]]
         self.counts[outcome.ended if error is None else f"{outcome.ended}: {error['code']}"] += 1
         if outcome.ask.leave is not None:
             self.counts[f"leaves: {outcome.ask.leave.how}"] += 1
