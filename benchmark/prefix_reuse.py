@@ -43,6 +43,7 @@ PAGE = 64
 SETTLE_S = 0.35
 """After this a worker's gauges are newer than the answer: a heartbeat is due every 0.25 s."""
 COMPUTED = "mstar_prefill_tokens_computed_total"
+STEP_TOKENS = 1024
 PARTS = ("chats", "ttft", "overhead")
 
 
@@ -239,12 +240,16 @@ def measure_served(
 
 
 def measure_overhead(threads: int, repeats: int) -> dict[str, Any]:
-    """Thirty-two requests at once, 256 tokens in, 32 out: page keys, look-ups and sealing weigh as much as they can."""
-    requests, input_tokens, output_tokens = 32, 256, 32
+    """Sixteen requests at once, 256 tokens in, 32 out: prompts weigh much, so keys, look-ups and sealing do."""
+    requests, input_tokens, output_tokens = 16, 256, 32
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
+    # A budget in tokens, not in time: what each engine measured at its start would cut its prompts its own way.
+    equal = f"scheduler.max_step_tokens={STEP_TOKENS}"
     on, off = (
-        LocalInstance(open_smollm2(threads, requests, input_tokens + output_tokens, [f"prefix_cache.enabled={word}"]))
+        LocalInstance(
+            open_smollm2(threads, requests, input_tokens + output_tokens, [equal, f"prefix_cache.enabled={word}"])
+        )
         for word in ("true", "false")
     )
     try:
