@@ -116,6 +116,11 @@ class RequestMemory:
         be gained."""
         return self._holdings[resource].reclaimable(handle)
 
+    def unused(self, handle: int, resource: str) -> int:
+        """As `reclaimable`, of a request that has computed nothing there, whether or not its nodes could compute it
+        again."""
+        return self._holdings[resource].unused(handle)
+
     def preempt(self, handle: int, resource: str) -> Preempted:
         """Take a request's pages of one cache away; they are free at once. No step may hold a row of it.
 

@@ -91,7 +91,7 @@ class Admission:
             return False
         if memory.reserve(request.handle):
             return True
-        return preemption.make_way(request, memory.lacking(request.handle)) and memory.reserve(request.handle)
+        return preemption.make_way(request) and memory.reserve(request.handle)
 
 
 def _seniority(request: Request) -> tuple[int, int, int]:

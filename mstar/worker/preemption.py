@@ -24,6 +24,7 @@ Nothing gets stuck, and nothing runs in circles:
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,6 +79,7 @@ class Preemption:
         self._waits: HandleMap[Wait] = rids.handle_map("requests that wait for room")
         self._num_left = 0
         self._idle_since: float | None = None
+        self._last_first: Request | None = None
 
     # who is inside
 
@@ -105,6 +107,7 @@ class Preemption:
         if request.handle in self._waits:
             self._forget(request)
         self._num_left += 1
+        self._idle_since = None
 
     def started(self, handle: int) -> None:
         """The graph runtime has learned of a request, which may have lost its room before."""
@@ -138,21 +141,18 @@ class Preemption:
     # a request asks to be let in
 
     def outranked(self, request: Request) -> bool:
-        """Somebody inside waits who is as important: whoever comes in now would compete for its room."""
-        return bool(self._waiting) and self._waiting[0].seniority[0] <= request.seniority[0]
+        """Somebody inside who is as important could run and waits: whoever comes in now would compete for its room."""
+        return any(other.seniority[0] <= request.seniority[0] and self._has_work(other) for other in self._waiting)
 
     def has_turn(self, request: Request) -> bool:
         """One more may run, or a less important one can wait instead."""
         return self._num_running < self._max_rows or self._least_important(request) is not None
 
-    def make_way(self, request: Request, lacking: Mapping[str, int]) -> bool:
-        """Take room from requests that are less important than one which asks to be let in. `lacking`: pages by
-        resource. False: there is not enough, or it is there when the victims' step has ended."""
-        victims = [other for other in reversed(self._inside) if other.seniority[0] > request.seniority[0]]
-        if not lacking or not all(self._has(victims, resource, count) for resource, count in lacking.items()):
-            return False
-        later = [self._take(resource, count, victims)[1] for resource, count in lacking.items()]
-        return not any(later)
+    def make_way(self, request: Request) -> bool:
+        """Take room from requests that are less important than one which asks to be let in. False: there is not enough,
+        or it is there when the victims' step has ended."""
+        victims = [one for one in reversed(self._inside) if one.seniority[0] > request.seniority[0]]
+        return self._make_room(request, victims)
 
     # who waits
 
@@ -163,7 +163,7 @@ class Preemption:
             marked = self._waits[request.handle].marked
             if marked and not self._in_flight(request):
                 for resource in marked:
-                    if pages := self._memory.reclaimable(request.handle, resource):
+                    if pages := self._reclaimable(request, resource):
                         self._preempt(request, resource, pages)
                 marked.clear()
                 taken = True
@@ -180,14 +180,14 @@ class Preemption:
                 return False
             if not self._has_work(request):
                 idle.append(request)
-            elif not self._try(request, pledged):
+            elif not (self._try(request, pledged) or (self._take_back(request) and self._try(request, pledged))):
                 return False
         for request in idle:
             if not self._requests.removing[request.handle] and not self._try(request, pledged):
                 return False
         return not self._waiting
 
-    def unblock(self, *, idle: bool) -> dict[int, str] | None:
+    def unblock(self, first_in_line: Request | None, *, idle: bool) -> dict[int, str] | None:
         """With nothing to compose and no step in flight (`idle`), let one go on at the expense of its juniors, whatever
         the margin. None: nobody did; all wait for something else than room here. Otherwise requests for whom there
         will never be room, with the reason."""
@@ -199,24 +199,29 @@ class Preemption:
             if self._force(request, self._giving_way_to(request)):
                 self._idle_since = None
                 return {}
-        if ready and all(request.handle in self._waits for request in self._inside):
+        if ready and all(self._is_stuck(request) for request in self._inside):
             request = next((one for one in ready if self._waits[one.handle].resource), ready[0])
             resource = self._waits[request.handle].resource or next(iter(self._waits[request.handle].taken), "memory")
             self._forget(request)
             return {request.handle: f"{resource} has no room left for the request, and no other will leave any"}
-        if not ready:
+        if first_in_line is not self._last_first:
+            self._last_first, self._idle_since = first_in_line, None
+        if not ready and first_in_line is None:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
         elif time.monotonic() - self._idle_since >= self._patience_s:
-            self._idle_since = None
-            return {} if any(self._take_over(request) for request in ready) else None
+            self._idle_since = math.inf  # a second try would find the same
+            if any(self._take_over(request) for request in ready):
+                return {}
+            if first_in_line is not None and self._let_in(first_in_line):
+                return {}
         return None
 
     @property
     def patience_s(self) -> float | None:
         """How long the loop may sleep at most; None: until a message comes."""
-        return self._patience_s if self._idle_since is not None else None
+        return None if self._idle_since in (None, math.inf) else self._patience_s
 
     # parts of the above
 
@@ -231,10 +236,26 @@ class Preemption:
             one for one in reversed(self._inside) if one.seniority > senior.seniority and not one.unstarted
         ]
 
+    def _take_back(self, request: Request) -> bool:
+        """It lost its pages while it had nothing to run here, and juniors have come in since. True: they are its own
+        again."""
+        wanted = self._with_margin(self._waits[request.handle])
+        short = {resource: pages - self._memory.available(resource) for resource, pages in wanted.items()}
+        return any(pages > 0 for pages in short.values()) and self._take_all(short, self._giving_way_to(request))
+
     def _take_over(self, request: Request) -> bool:
         """Nobody has run here for a while: the pages of seniors that wait for other workers are of use to `request`."""
         seniors = [one for one in reversed(self._inside) if one.seniority < request.seniority]
         return self._force(request, [*self._giving_way_to(request), *seniors])
+
+    def _let_in(self, request: Request) -> bool:
+        """Nobody has run here for a while: who waits for other workers gives room and its turn to one in line."""
+        idle = [one for one in reversed(self._inside) if one.handle not in self._waits]
+        if not self._make_room(request, idle):
+            return False
+        if self._num_running >= self._max_rows:
+            self._stop(next(one for one in idle if one.handle not in self._waits))
+        return True
 
     def _least_important(self, than: Request) -> Request | None:
         """The youngest running request of those less important than `than`."""
@@ -254,7 +275,7 @@ class Preemption:
         for victim in victims:
             if now + later >= missing:
                 break
-            pages = self._memory.reclaimable(victim.handle, resource)
+            pages = self._reclaimable(victim, resource)
             if not pages:
                 continue
             covered = pages + (victim.handle in claims)
@@ -285,7 +306,7 @@ class Preemption:
         running = self._num_running
         if wait.marked or running >= self._max_rows:
             return False
-        wanted = {resource: pages + running + 1 for resource, pages in wait.taken.items()} if running else wait.taken
+        wanted = self._with_margin(wait)
         if wait.needs:
             wanted = {**wanted, wait.resource: wanted.get(wait.resource, 0) + wait.needs}
         elif wait.resource and wait.num_left == self._num_left:
@@ -300,6 +321,11 @@ class Preemption:
         self._release(request)
         return True
 
+    def _with_margin(self, wait: Wait) -> Mapping[str, int]:
+        """Pages that a preempted request comes back with, and one for each running row and itself."""
+        running = self._num_running
+        return {resource: pages + running + 1 for resource, pages in wait.taken.items()} if running else wait.taken
+
     def _force(self, request: Request, victims: Sequence[Request]) -> bool:
         """Let it go on with what there is and what `victims`, which are in no step, can give."""
         wait = self._waits[request.handle]
@@ -309,10 +335,8 @@ class Preemption:
         elif wait.resource and wait.num_left == self._num_left and not wait.busy:
             return False
         short = {resource: pages - self._memory.available(resource) for resource, pages in wanted.items()}
-        if not all(self._has(victims, resource, pages) for resource, pages in short.items()):
+        if not self._take_all(short, victims):
             return False
-        for resource, pages in short.items():
-            self._take(resource, pages, victims)
         while wait.taken and not self._memory.resume(request.handle):
             # what it shared with others when it was preempted has gone meanwhile
             if not any(self._take(resource, 1, victims)[0] for resource in list(wait.taken)):
@@ -320,11 +344,38 @@ class Preemption:
         self._release(request)
         return True
 
-    def _has(self, victims: Sequence[Request], resource: str, missing: int) -> bool:
-        """Together they can give that much."""
-        if missing <= 0:
-            return True
-        return sum(self._memory.reclaimable(victim.handle, resource) for victim in victims) >= missing
+    def _make_room(self, request: Request, victims: Sequence[Request]) -> bool:
+        """Take from `victims` what one that asks to be let in lacks, if they have it. True: `reserve` grants it now.
+        Each turn asks again: what it shares with a victim does not become free for it, and what victims share among
+        them is given by the last of them."""
+        lacking = self._memory.lacking(request.handle)
+        able = [victim.handle for victim in victims if any(self._reclaimable(victim, one) for one in lacking)]
+        if self._memory.lacking(request.handle, able):
+            return False
+        while lacking := self._memory.lacking(request.handle):
+            given = [self._take(resource, count, victims) for resource, count in lacking.items()]
+            if any(later for _, later in given) or not any(now for now, _ in given):
+                return False
+        return True
+
+    def _take_all(self, missing: Mapping[str, int], victims: Sequence[Request]) -> bool:
+        """Take so many pages of each resource, if the victims have them all. True: they are there now."""
+        for resource, count in missing.items():
+            if sum(self._reclaimable(victim, resource) for victim in victims) < count:
+                return False
+        later = [self._take(resource, count, victims)[1] for resource, count in missing.items()]
+        return not any(later)
+
+    def _reclaimable(self, victim: Request, resource: str) -> int:
+        """Pages that it can give and come back."""
+        if victim.unstarted:
+            return self._memory.unused(victim.handle, resource)
+        return self._memory.reclaimable(victim.handle, resource)
+
+    def _is_stuck(self, request: Request) -> bool:
+        """It waits for room here, or has given all that it had; it did not only lose its turn."""
+        wait = self._waits.get(request.handle)
+        return wait is not None and (bool(wait.taken) or self._has_work(request))
 
     def _in_flight(self, request: Request) -> bool:
         return bool(self._requests.in_steps[request.handle])

@@ -150,11 +150,22 @@ class Worker:
             freed = preemption.take_marked() or freed
         if freed:
             parts.inbox.enter()
-        if preemption.num_waiting:
-            if preemption.readmit(parts.admission.first):
+        if preemption.num_waiting and preemption.readmit(parts.admission.first):
+            parts.inbox.enter()
+        if preemption.num_waiting or parts.admission.first is not None:
+            self._unblock()
+
+    def _unblock(self) -> None:
+        """Somebody waits: it is not for others that rest."""
+        parts = self._parts
+        while True:
+            idle = self._cur is None and not parts.graph.ready_keys()
+            failed = parts.preemption.unblock(parts.admission.first, idle=idle)
+            if failed is None:
+                return
+            self._fail_rows(failed)
+            if not parts.graph.ready_keys():  # else whoever comes in might take from the one that goes on now
                 parts.inbox.enter()
-            while (failed := preemption.unblock(idle=self._cur is None and not parts.graph.ready_keys())) is not None:
-                self._fail_rows(failed)
 
     def intake(self) -> None:
         """Messages since the last tick."""

@@ -135,7 +135,13 @@ class CacheHoldings:
 
     def reclaimable(self, handle: int) -> int:
         """By how many pages preempting the request would raise what is unpromised; 0: it cannot be preempted."""
-        if not self._can_come_back(handle):
+        if handle in self._stored or handle not in self._sizes or not self._may_grow(handle):
+            return 0
+        return self.arena.num_sole(self._pages(handle)) + self.arena.owed(handle)
+
+    def unused(self, handle: int) -> int:
+        """As `reclaimable`, of a request that has computed nothing: it loses nothing, whatever its nodes."""
+        if handle in self._stored or handle not in self._sizes or not self._is_unused(handle):
             return 0
         return self.arena.num_sole(self._pages(handle)) + self.arena.owed(handle)
 
@@ -146,7 +152,7 @@ class CacheHoldings:
 
     def preempt(self, handle: int) -> Preempted:
         """Take the row's pages and its promise away. Raises `RuntimeError` for a row that could not come back."""
-        if not self._can_come_back(handle):
+        if handle in self._stored or not (self._may_grow(handle) or self._is_unused(handle)):
             raise RuntimeError(f"handle {handle} cannot be preempted")
         length = int(self._streams.lengths[handle])
         host_pages = self._offload(handle, length)
@@ -210,12 +216,16 @@ class CacheHoldings:
     def _pages_to_resume(self, handle: int) -> int:
         """What a preempted row is promised when it comes back: what it must hold, and room for its next token."""
         num_prompt, most = self._sizes[handle]
+        if not self._may_grow(handle):
+            return self._pages_for(most)
         needed = max(self._stored[handle].length, int(self.targets[handle]), num_prompt)
         return self._pages_for(max(needed, min(needed + 1, most)))
 
-    def _can_come_back(self, handle: int) -> bool:
-        if handle in self._stored or handle not in self._sizes:
-            return False
+    def _is_unused(self, handle: int) -> bool:
+        return bool(self._streams.lengths[handle] <= self.num_adopted[handle])
+
+    def _may_grow(self, handle: int) -> bool:
+        """It was promised room to begin, not to end: what it computes survives a preemption."""
         return self.policy.recompute or (self._host is not None and bool(self._host.arena.promised[handle]))
 
     # one row
@@ -250,7 +260,8 @@ class CacheHoldings:
 
     def _leaving(self, handles: Sequence[int]) -> list[tuple[int, np.ndarray]]:
         """Those that can be preempted, with their pages."""
-        return [(handle, self._pages(handle)) for handle in handles if self._can_come_back(handle)]
+        able = [handle for handle in handles if self.reclaimable(handle) or self.unused(handle)]
+        return [(handle, self._pages(handle)) for handle in able]
 
     def _pages(self, handle: int) -> np.ndarray:
         return self._streams.table[handle, : int(self.arena.held[handle])].copy()

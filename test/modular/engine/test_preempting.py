@@ -40,7 +40,12 @@ def test_what_the_host_has_room_for_is_promised_there_whole():
     assert (rig.arena.promised[0], rig.host.arena.promised[0]) == (3, 6)
     assert rig.admit(1, OTHER, 24)  # no room on the host for a second: all of it on the device
     assert (rig.arena.promised[1], rig.host.arena.promised[1]) == (6, 0)
-    assert rig.holdings.reclaimable(0) == 3 and rig.holdings.reclaimable(1) == 0
+    assert [rig.holdings.reclaimable(handle) for handle in (0, 1)] == [3, 0]
+    assert rig.holdings.unused(1) == 6, "who computed nothing loses nothing"
+    rig.holdings.preempt(1)
+    assert rig.holdings.resume(1) and rig.arena.promised[1] == 6
+    rig.compute(1, 1)
+    assert rig.holdings.unused(1) == 0
     with pytest.raises(RuntimeError, match="cannot be preempted"):
         rig.holdings.preempt(1)
     assert not rig.admit(2, OTHER, 24)  # 3 of 12 pages are left
