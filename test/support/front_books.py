@@ -134,6 +134,8 @@ class FrontBooks:
             match message:
                 case Opened(rid=rid):
                     result = self.results[rid]
+                    if result.done:
+                        continue  # the client has left meanwhile
                     result.num_opened += 1
                     if result.num_opened == self._num_workers:
                         self._start(result, None)
