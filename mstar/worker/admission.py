@@ -13,6 +13,7 @@ from mstar.engine.engine import Engine
 from mstar.engine.resources.base import OpenConfig
 from mstar.worker.preemption import Preemption
 from mstar.worker.requests import Request
+from mstar.worker.waiting import seniority
 
 
 class RequestRefused(Exception):
@@ -52,7 +53,7 @@ class Admission:
     def join(self, request: Request) -> None:
         """What the request may share with others is worked out here, once, and not when its turn comes."""
         self._engine.memory.introduce(request.handle, _config(request))
-        insort(self._line, request, key=_seniority)
+        insort(self._line, request, key=seniority)
 
     def admitted(self) -> Iterator[Request]:
         """Requests at the head of the line that now have their room. Each keeps it until it leaves, or until a senior
@@ -77,7 +78,7 @@ class Admission:
 
     def withdraw(self, request: Request) -> None:
         """A request that leaves before its turn gives up its place at once."""
-        del self._line[bisect_left(self._line, request.seniority, key=_seniority)]
+        del self._line[bisect_left(self._line, request.seniority, key=seniority)]
         self._engine.memory.close(request.handle)
 
     def leave(self, request: Request) -> None:
@@ -92,10 +93,6 @@ class Admission:
         if memory.reserve(request.handle):
             return True
         return preemption.make_way(request) and memory.reserve(request.handle)
-
-
-def _seniority(request: Request) -> tuple[int, int, int]:
-    return request.seniority
 
 
 def _config(request: Request) -> OpenConfig:

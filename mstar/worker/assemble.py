@@ -153,8 +153,8 @@ def assemble_worker(
             "mstar_handles": float(len(rids)),
             "mstar_running_rows": float(preemption.num_inside),
             "mstar_queue_depth": float(len(admission)),
-            "mstar_held_requests": float(preemption.num_waiting - preemption.num_preempted),
-            "mstar_preempted_requests": float(preemption.num_preempted),
+            "mstar_held_requests": float(len(preemption.waiting) - preemption.waiting.num_preempted),
+            "mstar_preempted_requests": float(preemption.waiting.num_preempted),
             "mstar_tensors": float(store.num_live),
         }
 

@@ -181,7 +181,7 @@ class Inbox:
 
     def _run(self, request: Request, start: StartWalk) -> None:
         self._walks.start(request, start, self._routed)
-        self._preemption.started(request.handle)
+        self._preemption.waiting.started(request)
         self._parking.deliver(request.handle)
 
     def _stop(self, message: Stop) -> None:

@@ -146,13 +146,13 @@ class Worker:
         parts = self._parts
         preemption = parts.preemption
         freed = parts.teardown.run()
-        if preemption.num_waiting:
+        if preemption.waiting:
             freed = preemption.take_marked() or freed
         if freed:
             parts.inbox.enter()
-        if preemption.num_waiting and preemption.readmit(parts.admission.first):
+        if preemption.waiting and preemption.readmit(parts.admission.first):
             parts.inbox.enter()
-        if preemption.num_waiting or parts.admission.first is not None:
+        if preemption.waiting or parts.admission.first is not None:
             self._unblock()
 
     def _unblock(self) -> None:

@@ -44,14 +44,13 @@ class Pool:
     def most_tokens(self) -> int:
         return self.num_pages
 
-    def available(self, resource: str) -> int:
+    def available(self, resource: str, without: Sequence[int] = ()) -> int:
         free = self.num_pages - sum(max(held, self._promised[handle]) for handle, held in self._held.items())
         assert free >= 0
-        return free
+        return free + sum(self.reclaimable(one, KV) or self.unused(one, KV) for one in without)
 
     def lacking(self, handle: int, without: Sequence[int] = ()) -> dict[str, int]:
-        given = sum(self.reclaimable(other, KV) or self.unused(other, KV) for other in without)
-        short = self._first(handle) - self.available(KV) - given
+        short = self._first(handle) - self.available(KV, without)
         return {KV: short} if short > 0 else {}
 
     def reserve(self, handle: int) -> bool:
@@ -182,7 +181,7 @@ class Machine:
         handle = self.rids.handle(visitor.rid)
         assert handle is not None
         self.requests[handle].partitions["main"] = PartitionRun(deque(), True, {})
-        self.preemption.started(handle)
+        self.preemption.waiting.started(self.requests[handle])
 
     def leave(self, visitor: Visitor) -> None:
         handle = self.rids.handle(visitor.rid)

@@ -89,7 +89,7 @@ class Watched:
         [parts] = self.instance.parts
         for _ in range(500):
             self.tick()
-            for handle, wait in parts.preemption._waits.items():
+            for handle, wait in parts.preemption.waiting._waits.items():
                 if bool(wait.taken) == (waits == "preempted"):
                     return parts.teardown._rids.rid(handle)
         raise AssertionError(f"nobody was {waits}")
@@ -262,7 +262,8 @@ def test_an_aborted_request_is_gone_within_two_steps_whatever_it_waits_for(
             run.submit(f"r{index}", 10, 30, seed=index)
         rid = run.until_somebody("preempted")
         handle = rids.handle(rid)
-        while moment == "coming back" and handle in parts.preemption._waits:
+        assert handle is not None
+        while moment == "coming back" and handle in parts.preemption.waiting._waits:
             run.tick()
     run.instance.abort(rid)
     for _ in range(3):
