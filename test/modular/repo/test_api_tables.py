@@ -8,6 +8,7 @@ from support.repository import PACKAGE, ROOT, dotted, package_files, tree
 
 from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
+from mstar.api_server.openapi import ERROR_STATUSES
 
 PAGE = (ROOT / "docs" / "serving.rst").read_text()
 SECTION = PAGE.split("Request fields\n---")[1].split("Answers\n---")[0]
@@ -59,14 +60,21 @@ def _routes() -> set[str]:
     return found
 
 
-def _first_cells(heading: str) -> set[str]:
+def _first_cells(heading: str, cell: str = "``(.+)``") -> set[str]:
+    """Raises `AssertionError` where a table says something twice."""
     section = PAGE.split(f"{heading}\n---")[1].split("\n---")[0]
-    return set(re.findall(r"^   \* - ``(.+)``$", section, re.MULTILINE))
+    found = re.findall(rf"^   \* - {cell}$", section, re.MULTILINE)
+    assert len(found) == len(set(found)), sorted(found)
+    return set(found)
 
 
 def test_routes_equal_the_routers():
     assert "POST /v1/chat/completions" in _routes()
     assert _first_cells("Routes") == {re.sub(r":\w+}", "}", route) for route in _routes()}
+
+
+def test_statuses_of_the_schema_are_documented():
+    assert set(map(str, ERROR_STATUSES)) <= _first_cells("Errors", r"(\d{3})")
 
 
 def test_metrics_equal_what_is_exported():
