@@ -71,7 +71,10 @@ def run_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], f
     if len(pieces) == 1 and not lost:
         return StepResult(pieces[0].outputs, pieces[0].host, pieces[0].live, lost)
     outputs = {name: _join([(p.begin, p.end, p.outputs[name]) for p in pieces], num_rows) for name in pieces[0].outputs}
-    host = {name: _placed([(p.begin, p.end, p.host[name]) for p in pieces], num_rows) for name in pieces[0].host}
+    names = dict.fromkeys(name for piece in pieces for name in piece.host)  # not every piece has rows that want each
+    host = {
+        name: _placed([(p.begin, p.end, p.host[name]) for p in pieces if name in p.host], num_rows) for name in names
+    }
     return StepResult(outputs, host, pieces[0].live, lost)
 
 

@@ -123,9 +123,10 @@ class Sampler(Resource[SamplerStep]):
     def settle(
         self, plan: SamplingPlan, rows: Rows, host: Mapping[str, np.ndarray], outputs: StepOutputs
     ) -> Mapping[int, str]:
-        if plan.asked.size:
+        logprobs = host.get(self.key + ".logprobs")
+        if plan.asked.size and logprobs is not None:  # None: memory ran out for each row that asked
             num_top = self.columns.num_logprobs[rows.handles[plan.asked.rows]]
-            outputs.logprobs = unpack(plan.asked.rows, num_top, host[self.key + ".logprobs"])
+            outputs.logprobs = unpack(plan.asked.rows, num_top, logprobs)
         failed = (host[self.key + ".tokens"] == FAILED_TOKEN) & plan.kept
         if not failed.any():
             return {}

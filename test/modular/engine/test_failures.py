@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pytest
 import torch
-from support.engine_rig import EngineRig, prompts, take
+from support.engine_rig import GREEDY, EngineRig, prompts, take
 from support.tiny_decoder import NODE, TinyDecoder
 
 from mstar.communication.messages import SamplingParams
@@ -97,6 +97,23 @@ def test_a_half_that_does_not_fit_either_fails_alone():
     rig.decoder.fail = [torch.OutOfMemoryError("b"), torch.OutOfMemoryError("a"), whole]
     step = rig.decode(2, 3)
     assert step.failed.keys() == {2, 3} and isinstance(step.error, MemoryError)
+    rig.close_all()
+
+
+def test_halves_of_which_one_has_asked_for_logprobs():
+    """Also where it is the one that does not fit."""
+    rig = EngineRig()
+    for handle in range(4):
+        rig.open(handle, PROMPTS[handle], PENALIZED if handle == 3 else GREEDY)
+    rig.decoder.fail = [torch.OutOfMemoryError("whole")]
+    step = rig.prefill(0, 1, 2, 3)
+    assert not step.failed and step.outputs.logprobs is not None
+    assert [step.outputs.logprobs[row] is not None for row in range(4)] == [False, False, False, True]
+    rig.decoder.fail = [torch.OutOfMemoryError("first half"), torch.OutOfMemoryError("whole")]
+    step = rig.run(take("decode", [3, 2, 1, 0]))
+    assert step.failed.keys() == {3, 2}
+    for handle in (0, 1):
+        assert rig.out[handle] == rig.decoder.reference_greedy(PROMPTS[handle], 2)
     rig.close_all()
 
 
