@@ -90,7 +90,11 @@ class TokenBiases:
         if row >= self._ids.shape[0] or ids.size > self._ids.shape[1] or floor_ids.size > self._floor_ids.shape[1]:
             self._ids = _grown(self._ids, row, ids.size)
             self._values = _grown(self._values, row, ids.size)
+            num_columns = self._floor_ids.shape[1]
             self._floor_ids = _grown(self._floor_ids, row, floor_ids.size)
+            self._floor_ids[:, num_columns:] = self._floor_ids[
+                :, :1
+            ]  # zeros would mask token 0 of the rows that are here
         self._ids[row] = 0
         self._values[row] = 0.0
         self._ids[row, : ids.size] = torch.from_numpy(ids).to(self._device)

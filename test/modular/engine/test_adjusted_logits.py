@@ -112,6 +112,19 @@ def test_a_favoured_end_token_waits_for_the_minimum_length(minimum: int):
     assert not {end, 30} & set(drawn[:-1])
 
 
+def test_a_longer_list_of_end_tokens_masks_none_of_another_row():
+    """Each row's own end tokens wait for its minimum length, whatever lists come later; token 0 is like any other."""
+    rig = SamplerRig(VOCAB)
+    rig.open(0, temperature=0.0, min_tokens=50, stop_token_ids=(9,))
+    rig.open(1, temperature=0.0, min_tokens=50, stop_token_ids=(7,))
+    likely = logits_of(1) + 50 * (torch.arange(VOCAB) == 0) + 60 * (torch.arange(VOCAB) == 9)
+    assert rig.draw({0: likely, 1: likely}) == {0: 0, 1: 9}
+    rig.open(2, temperature=0.0, min_tokens=50, stop_token_ids=(9, 0, 30, 31))
+    drawn = rig.draw({0: likely, 1: likely, 2: likely})
+    assert (drawn[0], drawn[1]) == (0, 9)
+    assert drawn[2] not in (9, 0, 30, 31)
+
+
 def test_stop_tokens_of_each_row():
     rig = SamplerRig(VOCAB)
     rig.open(0, stop_token_ids=(3,))
