@@ -106,7 +106,7 @@ class Preemption:
         # Each lacks a page at least: without so many of them the others have enough, or are refused once more.
         num_held = max(1, min(missing, len(lacking) - 1))
         needs = min(outcome.missing, 1)
-        if len(lacking) == 1 and needs:
+        if len(outcome.refused) == 1 and needs:  # of more, nobody knows what one of them lacks
             needs = self._memory.available(outcome.resource) + missing
         for request in lacking[-num_held:]:
             wait = self.waiting.stop(request)

@@ -6,6 +6,7 @@ import pytest
 from support.instance import Tuning
 from support.tiny_serving import TinyLlama
 
+from mstar.engine.execution import AdmitOutcome
 from mstar.model.base import PreparedPrompt
 
 PAGE = 4
@@ -63,4 +64,22 @@ def test_pages_that_juniors_share_among_them_count_as_theirs(tiny: TinyLlama, tu
     instance.run(400)
     assert result.tokens == tiny.alone(urgent, 4)
     assert first.tokens == second.tokens == tiny.alone(prompt, 15)
+    instance.close()
+
+
+def test_of_several_that_ran_short_together_none_waits_for_what_the_others_lack(tiny: TinyLlama):
+    """It would wait for pages that it never needs, and that may never be there."""
+    instance = tiny.instance(Tuning(overlap=False, num_pages={"kv": 8}), page_size=PAGE)
+    for rid in ("senior", "junior"):
+        tiny.submit(instance, rid, PreparedPrompt(ids(tiny, 9, 0)), max_tokens=12)
+    instance.tick()
+    [parts] = instance.parts
+    senior, junior = (parts.inbox._rids.handle(rid) for rid in ("senior", "junior"))
+    assert senior is not None and junior is not None
+    parts.inbox._requests.in_steps[junior] += 1
+    parts.preemption.refused(AdmitOutcome((senior, junior), "kv", 4), busy=True)
+    parts.inbox._requests.in_steps[junior] -= 1
+    assert parts.preemption.waiting[parts.inbox._requests[senior]].needs == 1
+    instance.run(400)
+    assert [result.failure for result in instance.results.values()] == [None, None]
     instance.close()
