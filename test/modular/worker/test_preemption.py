@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.composite.deployment import Composite, make_requests
 from support.instance import Instance, Tuning
 from support.tiny_serving import TinyLlama
 
@@ -369,3 +370,38 @@ def test_whatever_comes_every_text_is_right_and_nothing_is_left(
     run.run()
     run.check()
     run.close()
+
+
+@pytest.fixture(scope="module")
+def composite(tmp_path_factory: pytest.TempPathFactory) -> Composite:
+    return Composite(tmp_path_factory.mktemp("composite"))
+
+
+@pytest.mark.parametrize("placement", ["one_worker", "ends_apart", "three_workers"])
+@pytest.mark.parametrize("host_pages", [0, 6, 60])
+def test_requests_over_several_workers_on_tiny_pools(composite: Composite, placement: str, host_pages: int):
+    """Its language model cannot compute a cache again: who has no room on the host was promised all of the device."""
+    [spec] = [
+        spec
+        for node in composite.model.get_node_resources()
+        for spec in node.resources
+        if isinstance(spec, PagedKVSpec)
+    ]
+    engine = {"host_bytes": {"kv": host_pages * page_bytes(spec, torch.float32)}} if host_pages else {}
+    tuning = Tuning(late=host_pages == 6, num_pages={"kv": 4}, max_rows=6, engine=engine)
+    instance = composite.instance(placement, tuning)
+    requests = make_requests(9, seed=1)
+    for index, request in enumerate(requests):
+        composite.submit(instance, f"r{index}", request)
+        for _ in range(index % 4):
+            instance.tick()
+    instance.run()
+    for index, request in enumerate(requests):
+        composite.check(instance, f"r{index}", request)
+    for rank in range(len(instance.workers)):
+        assert instance.held(rank) == {}
+    evicted = sum(
+        instance.gauges(rank)['mstar_evictions_total{kind="offload"}'] for rank in range(len(instance.workers))
+    )
+    assert (evicted > 0) == (host_pages > 0)
+    instance.close()
