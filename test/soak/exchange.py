@@ -71,7 +71,7 @@ class Exchange:
 
     def leave(self, *, reset: bool) -> None:
         """Close the connection, or reset it: with that, what was on its way is lost."""
-        if self._writer is None:
+        if self._writer is None or self._writer.is_closing():
             return
         connection: socket.socket | None = self._writer.get_extra_info("socket")
         if reset and connection is not None:
