@@ -26,7 +26,7 @@ class RequestMemory:
         self._holdings = {resource.key: resource.holdings for resource in resources if isinstance(resource, PagedKV)}
         self._node_holdings = {node: cache.holdings for node, cache in caches.items()}
         self._rows = rows
-        self._introduced: dict[int, int] = {}
+        self._introduced: dict[int, OpenConfig] = {}
         limits = [limit for resource in resources if (limit := resource.most_tokens()) is not None]
         self._most_tokens = min([max_seq_len, *limits])
 
@@ -38,12 +38,12 @@ class RequestMemory:
             raise RuntimeError(f"handle {handle} is introduced twice")
         for resource in self._resources:
             resource.introduce(handle, config)
-        self._introduced[handle] = config.max_total_tokens
+        self._introduced[handle] = config
 
     def reserve(self, handle: int) -> bool:
         """Promise an introduced request its room in every cache; what it may reuse of earlier prompts is its own from
         now on. False: not now, and nothing has changed. One that needs more than `most_tokens` is never granted."""
-        if self._introduced[handle] > self._most_tokens:
+        if self._introduced[handle].max_total_tokens > self._most_tokens:
             return False
         promised: list[Resource] = []
         for resource in self._resources:
@@ -54,17 +54,16 @@ class RequestMemory:
             promised.append(resource)
         return True
 
-    def open(self, handle: int, config: OpenConfig) -> None:
-        """A request begins. Atomic: what raises leaves nothing open, and room promised before stays promised. One that
-        was not introduced is now, and counts on no room.
+    def open(self, handle: int) -> None:
+        """An introduced request begins. Atomic: what raises leaves nothing open, and room promised before stays
+        promised. Without `reserve` it counts on no room.
 
         Raises:
             ValueError: a resource cannot serve the request; the message is meant for the client.
         """
         if self._rows.is_open[handle]:
             raise RuntimeError(f"handle {handle} is open")
-        if handle not in self._introduced:
-            self.introduce(handle, config)
+        config = self._introduced[handle]
         opened: list[Resource] = []
         try:
             for resource in self._resources:

@@ -168,7 +168,7 @@ class _Timing:
         self._opened.append(handle)
         if not memory.reserve(handle):
             return False
-        memory.open(handle, config)
+        memory.open(handle)
         return True
 
 

@@ -71,7 +71,7 @@ class Admission:
             RequestRefused: a resource cannot serve it.
         """
         try:
-            self._engine.memory.open(request.handle, _config(request))
+            self._engine.memory.open(request.handle)
         except ValueError as error:
             raise RequestRefused(str(error), 400) from error
         request.opened = True

@@ -89,7 +89,7 @@ class EngineRig:
         config = OpenConfig(params, ids, total)
         self.engine.memory.introduce(handle, config)
         assert self.engine.memory.reserve(handle)
-        self.engine.memory.open(handle, config)
+        self.engine.memory.open(handle)
         self.out[handle] = []
 
     def arm(self, *parts: TakenRows | Portion) -> Step:

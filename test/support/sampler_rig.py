@@ -55,7 +55,13 @@ class SamplerRig:
 
     def open(self, handle: int, prompt: Sequence[int] = (), **params: object) -> None:
         sampling = SamplingParams(**{"max_tokens": 100, **params})  # type: ignore[arg-type]
-        self.rig.engine.memory.open(handle, OpenConfig(sampling, np.array(prompt, np.int32), 1000))
+        memory = self.rig.engine.memory
+        memory.introduce(handle, OpenConfig(sampling, np.array(prompt, np.int32), 1000))
+        try:
+            memory.open(handle)
+        except ValueError:
+            memory.close(handle)
+            raise
 
     def close(self, handle: int) -> None:
         self.rig.engine.memory.close(handle)

@@ -201,7 +201,7 @@ def test_a_refused_request_keeps_its_promise_until_it_is_closed():
     rig.engine.memory.introduce(0, config)
     assert rig.engine.memory.reserve(0)
     with pytest.raises(ValueError, match="prompt: token id 61"):
-        rig.engine.memory.open(0, config)
+        rig.engine.memory.open(0)
     assert not reserve(rig, 1, 4)
     rig.engine.memory.close(0)
     assert reserve(rig, 2, 40)

@@ -55,7 +55,7 @@ def test_taking_in_a_prompt_that_others_have_computed_is_cheap():
         begin = time.thread_time_ns()
         memory.introduce(1, config)
         assert memory.reserve(1)
-        memory.open(1, config)
+        memory.open(1)
         samples.append((time.thread_time_ns() - begin) / 1000)
         assert memory.num_cached_tokens(1) == 592
         memory.close(1)

@@ -116,7 +116,8 @@ def test_a_refusal_says_who_and_changes_nothing():
     """Room for ten pages of four tokens; three requests that nobody promised anything."""
     rig = EngineRig(num_pages={"kv": 10})
     for handle, length in ((0, 16), (1, 16), (2, 12)):
-        rig.engine.memory.open(handle, OpenConfig(GREEDY, np.arange(length, dtype=np.int32), 64))
+        rig.engine.memory.introduce(handle, OpenConfig(GREEDY, np.arange(length, dtype=np.int32), 64))
+        rig.engine.memory.open(handle)
     before = columns(rig)
     step, _ = rig.engine.build([take("prefill", [0, 1, 2])])
     assert step is not None
@@ -201,7 +202,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.rig.engine.memory.reserve(handle):
             self.rig.engine.memory.close(handle)
             return
-        self.rig.engine.memory.open(handle, config)
+        self.rig.engine.memory.open(handle)
         self.rig.out[handle] = []
         self.prompts[handle] = prompt
         self.waiting.add(handle)
