@@ -13,19 +13,14 @@ from rich.text import Text
 
 class ProgressBars:
     """One bar per label, on one line of a terminal of 80 columns. Use as a context; `report` has the shape of the
-    loaders' progress. Nothing is drawn before the first report."""
+    loaders' progress. Nothing is drawn before the first report, and the display ends with the last running bar: what
+    other processes write from then on starts on a line of its own."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn(
-                "{task.description}", markup=False, table_column=Column(width=26, no_wrap=True, overflow="ellipsis")
-            ),
-            BarColumn(bar_width=18),
-            DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
-            _TimeLeftColumn(table_column=Column(no_wrap=True)),
-            console=console,
-        )
+        self._console = console
+        self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}
+        self._finished: set[str] = set()
 
     def __enter__(self) -> ProgressBars:
         return self
@@ -33,17 +28,41 @@ class ProgressBars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bars:
-            self._progress.stop()
+        self._end()
 
     def report(self, label: str, done_bytes: int, total_bytes: int | None, /) -> None:
         """Move the bar called `label`; a new label starts a new bar."""
-        if not self._bars:
+        is_done = total_bytes is not None and done_bytes >= total_bytes
+        if is_done and label in self._finished and label not in self._bars:
+            return
+        if self._progress is None:
+            self._progress = _new_display(self._console)
             self._progress.start()
         bar = self._bars.get(label)
         if bar is None:
             bar = self._bars[label] = self._progress.add_task(label, total=total_bytes)
         self._progress.update(bar, completed=done_bytes, total=total_bytes)
+        if is_done and self._progress.finished:
+            self._end()
+
+    def _end(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+            self._finished |= self._bars.keys()
+            self._bars = {}
+
+
+def _new_display(console: Console) -> Progress:
+    return Progress(
+        TextColumn(
+            "{task.description}", markup=False, table_column=Column(width=26, no_wrap=True, overflow="ellipsis")
+        ),
+        BarColumn(bar_width=18),
+        DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
+        _TimeLeftColumn(table_column=Column(no_wrap=True)),
+        console=console,
+    )
 
 
 class _TimeLeftColumn(ProgressColumn):

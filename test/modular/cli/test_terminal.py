@@ -64,6 +64,21 @@ def test_every_phase_has_a_line_of_its_own(screen: Screen):
     assert third.startswith("loading ") and "3.0/? MiB" in third and "-:--:-- left" in third
 
 
+def test_the_display_ends_with_the_last_running_bar(screen: Screen):
+    """What another process writes to the terminal then must not be glued to a bar."""
+    with ProgressBars(screen.console) as bars:
+        bars.report("worker 0", 0, 5)
+        bars.report("worker 1", 0, 5)
+        bars.report("worker 0", 5, 5)
+        assert screen.lines == [], "worker 1 still loads"
+        bars.report("worker 1", 5, 5)
+        assert [line.split()[:2] for line in screen.lines] == [["worker", "0"], ["worker", "1"]]
+        assert screen.file.getvalue().endswith("\n")
+        bars.report("worker 1", 5, 5)
+        bars.report("worker 2", 1, 5)
+    assert [line.split()[:2] for line in screen.lines] == [["worker", str(i)] for i in range(3)]
+
+
 def test_nothing_is_drawn_when_nothing_was_reported(screen: Screen):
     with ProgressBars(screen.console):
         pass
