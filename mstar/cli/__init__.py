@@ -18,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+DEFAULT_TARGET = "smollm2"
 Target = Annotated[
     str,
     typer.Argument(help="A YAML file, a shipped configuration (smollm2), a checkpoint, or nothing for the default."),
@@ -29,7 +30,7 @@ Overrides = Annotated[
 
 @app.command()
 def serve(
-    target: Target = "smollm2",
+    target: Target = DEFAULT_TARGET,
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
@@ -57,7 +58,7 @@ def chat(
 @app.command()
 def run(
     prompt: Annotated[str, typer.Argument(help="What to say; '-' reads standard input.")],
-    target: Annotated[str, typer.Option("--config", "-c", help="As for serve.")] = "smollm2",
+    target: Annotated[str, typer.Option("--config", "-c", help="As for serve.")] = DEFAULT_TARGET,
     overrides: Overrides = None,
     max_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.0,
@@ -76,10 +77,12 @@ def check(
     file: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine, and a configuration if one is given. Needs no accelerator."""
+    """Check this machine, and a configuration if one is given: a file, or values of the default that --set changes.
+    Needs no accelerator."""
     from mstar.cli.inspection import check_command
 
-    raise typer.Exit(check_command(file, overrides or []))
+    default = DEFAULT_TARGET if overrides else None
+    raise typer.Exit(check_command(default if file is None else str(file), overrides or []))
 
 
 @app.command()
@@ -91,7 +94,7 @@ def models() -> None:
 
 
 @app.command()
-def graph(target: Target = "smollm2", overrides: Overrides = None) -> None:
+def graph(target: Target = DEFAULT_TARGET, overrides: Overrides = None) -> None:
     """Show a model's walks and where its nodes are placed."""
     from mstar.cli.inspection import graph_command
 

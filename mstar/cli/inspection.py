@@ -7,7 +7,6 @@ import importlib.util
 import platform as python_platform
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -23,12 +22,12 @@ from mstar.model.registry import CARDS
 from mstar.platforms import current_platform
 
 
-def check_command(file: Path | None, overrides: Sequence[str]) -> int:
-    """Exit code 0 when everything fits, 1 otherwise."""
+def check_command(target: str | None, overrides: Sequence[str]) -> int:
+    """Exit code 0 when everything fits, 1 otherwise. No `target`: the machine alone."""
     console = Console()
     good = _check_machine(console)
-    if file is not None:
-        good = _check_config(console, str(file), overrides) and good
+    if target is not None:
+        good = _check_config(console, target, overrides) and good
     return 0 if good else 1
 
 

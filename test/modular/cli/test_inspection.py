@@ -61,6 +61,15 @@ def test_check_of_a_good_file(checkpoint, tmp_path):
         assert f" {fact}  " in result.stdout
 
 
+def test_check_of_values_without_a_file_is_of_the_default_with_them(checkpoint):
+    result = command("check", "--set", f"checkpoint={checkpoint}", "--set", "max_seq_len=99")
+    assert result.exit_code == 0, result.output
+    assert "smollm2: llama on 1 worker(s), up to 99 tokens\n" in result.stdout
+    result = command("check", "--set", "server.prot=1")
+    assert result.exit_code == 1
+    assert "server.prot: unknown key" in result.stdout
+
+
 def test_check_lists_workers_and_their_nodes(composite, tmp_path):
     path = deployment_file(tmp_path, model=COMPOSITE, checkpoint=composite, node_groups=groups("codec_apart"))
     shown = command("check", path).stdout
