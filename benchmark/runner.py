@@ -5,4 +5,4 @@ from __future__ import annotations
 from mstar.bench.command import main
 
 if __name__ == "__main__":
-    main()
+    main(called="python -m benchmark.runner")

@@ -153,7 +153,8 @@ def bench(
     raise typer.Exit(0 if report.succeeded else 1)
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run with `arguments` (None: those of the process) and exit."""
-    app(arguments, prog_name="bench")
+def main(arguments: Sequence[str] | None = None, *, called: str) -> NoReturn:
+    """Run with `arguments` (None: those of the process) and exit. `called`: the command as its user typed it, for the
+    help."""
+    app(arguments, prog_name=called)
     raise SystemExit(0)

@@ -106,7 +106,7 @@ def bench(context: typer.Context) -> None:
     """Put load on an OpenAI-compatible server and report latencies."""
     from mstar.bench.command import main as bench_main
 
-    bench_main(context.args)
+    bench_main(context.args, called=context.command_path)
 
 
 @app.command()
