@@ -54,6 +54,8 @@ class WorkerWatch:
     def ready(self, message: Ready) -> None:
         state = self._meet(message.rank, message.incarnation)
         if state is not None:
+            if message.incarnation > 0 and not state.is_ready:
+                logger.info("worker %d is ready again, after restart %d", message.rank, message.incarnation)
             state.is_ready = True
             state.max_total_tokens = message.max_total_tokens
             state.heartbeat_at = self._clock()
@@ -72,7 +74,10 @@ class WorkerWatch:
         if self._timer is None:
             self._arm()
         if reason := self.table.why_unhealthy(state, state.heartbeat_at):
-            self._fail_rank(message.rank, reason)
+            self._fail_unhealthy(state, reason)
+        elif state.is_reported:
+            state.is_reported = False
+            logger.info("worker %d is well again", message.rank)
 
     def peer_up(self, message: PeerUp) -> None:
         state = self._meet(message.rank, message.incarnation)
@@ -108,9 +113,16 @@ class WorkerWatch:
         now = self._clock()
         for state in self.table.states.values():
             if reason := self.table.why_unhealthy(state, now):
-                self._fail_rank(state.rank, reason)
+                self._fail_unhealthy(state, reason)
         self._after_alarm()
         self._arm()
+
+    def _fail_unhealthy(self, state: WorkerState, reason: str) -> None:
+        """The log hears of it once, and not of what it has been told already: a loss or a refusal."""
+        if not (state.is_reported or state.is_lost or state.refusal is not None):
+            state.is_reported = True
+            logger.warning("%s; its requests fail until it is well", reason)
+        self._fail_rank(state.rank, reason)
 
     def _tell_if_ready(self) -> None:
         if self.table.why_not_ready(self._clock()) is None:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class WorkerState:
-    """The newest incarnation of one rank. `heartbeat_at` is None until it is ready."""
+    """The newest incarnation of one rank. `heartbeat_at` is None until it is ready. `is_reported`: the log says that it
+    is silent or hangs."""
 
     rank: int
     incarnation: int = -1
     is_connected: bool = False
     is_ready: bool = False
     is_lost: bool = False
+    is_reported: bool = False
     refusal: str | None = None
     max_total_tokens: int = 0
     heartbeat_at: float | None = None

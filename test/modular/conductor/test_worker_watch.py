@@ -72,6 +72,46 @@ def test_a_long_step_is_well_until_step_timeout():
     assert why_not(rig) is None
 
 
+def test_the_log_tells_of_silence_and_recovery_once(caplog):
+    caplog.set_level("INFO", logger="mstar.conductor")
+    rig = new_rig("codec_apart")
+    rig.bring_up()
+    assert caplog.messages == [], "a start is the supervisor's to tell"
+    rig.time.pass_time(6)
+    rig.beat(1)
+    rig.time.pass_time(6)
+    rig.beat(1)
+    rig.time.pass_time(9)
+    rig.beat(1)
+    rig.time.pass_time(9)
+    said = "worker 0 has sent no heartbeat for 10.0 s; its requests fail until it is well"
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", said)]
+    caplog.clear()
+    for step_age_s in (0, 0, 61, 62, 63, 0, 0):
+        rig.beat(0, step_age_s=step_age_s)
+    assert caplog.messages == [
+        "worker 0 is well again",
+        "worker 0 has been in one step for 61 s; its requests fail until it is well",
+        "worker 0 is well again",
+    ]
+
+
+def test_the_log_tells_that_a_restarted_worker_is_ready_and_repeats_no_loss(caplog):
+    caplog.set_level("INFO", logger="mstar.conductor")
+    rig = new_rig("codec_apart")
+    rig.bring_up()
+    rig.say(PeerLost(0, 0, "killed"))
+    rig.time.pass_time(9)
+    rig.beat(1)
+    rig.time.pass_time(9)
+    assert caplog.messages == [], "the supervisor has told of it"
+    rig.bring_up(0, incarnation=2)
+    rig.say(Ready(rank=0, incarnation=2, max_total_tokens=0))
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "worker 0 is ready again, after restart 2")
+    ]
+
+
 def test_start_up_has_no_watchdog():
     rig = new_rig()
     rig.say(PeerUp(0, 0, "w0.0"), Heartbeat(rank=0, incarnation=0, step_age_s=0, gauges={}))
