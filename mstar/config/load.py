@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from mstar.config.explain import explain
 from mstar.config.schema import DeploymentConfig
 
 
@@ -49,7 +50,7 @@ def config_from_mapping(values: Mapping[str, Any], name: str, overrides: Iterabl
     try:
         return DeploymentConfig.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError(_explain(error, name)) from error
+        raise ConfigError(explain(error, name)) from error
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -93,35 +94,3 @@ def _override(values: dict[str, Any], text: str) -> None:
         values[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from error
-
-
-def _explain(error: ValidationError, name: str) -> str:
-    lines = []
-    for problem in error.errors():
-        where = ".".join(str(step) for step in problem["loc"]) or "the file"
-        if problem["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key{_suggest(problem['loc'])}")
-        else:
-            given = problem.get("input")
-            found = "" if isinstance(given, dict) or problem["type"] == "missing" else f" (found {given!r})"
-            lines.append(f"{where}: {problem['msg']}{found}")
-    return f"{name}:\n" + "\n".join(f"  {line}" for line in lines)
-
-
-def _suggest(loc: tuple[int | str, ...]) -> str:
-    section: Any = DeploymentConfig
-    for step in loc[:-1]:
-        section = _section(section, step)
-    if not (isinstance(section, type) and issubclass(section, BaseModel)):
-        return ""
-    close = difflib.get_close_matches(str(loc[-1]), section.model_fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(section.model_fields)}"
-
-
-def _section(section: Any, step: int | str) -> Any:
-    if isinstance(section, type) and issubclass(section, BaseModel):
-        field = section.model_fields.get(str(step))
-        section = field.annotation if field is not None else None
-        return section
-    arguments = getattr(section, "__args__", ())
-    return arguments[-1 if isinstance(step, str) else 0] if arguments else None

@@ -19,7 +19,7 @@ every_command = pytest.mark.parametrize("arguments", WITH_A_TARGET, ids=lambda a
     [
         ("port", "--set 'port': expected KEY=VALUE, for example --set server.port=8080"),
         ("server.prot=1", "server.prot: unknown key; did you mean 'port'?"),
-        ("server.port=[/b]", "server.port: Input should be a valid integer (found ['/b'])"),
+        ("server.port=[/b]", "server.port: must be a whole number (found ['/b'])"),
         ("server.port=[b, 1", "--set 'server.port=[b, 1': the value is not valid YAML"),
         ("model.name=x", "--set 'model.name=x': 'model' has no keys"),
     ],

@@ -26,15 +26,18 @@ def test_file_values_win_over_defaults_and_overrides_win_over_the_file(tmp_path)
         ),
         (
             {"model": "m", "server": {"port": 70000}},
-            "server.port: Input should be less than or equal to 65535 (found 70000)",
+            "server.port: must be at most 65535 (found 70000)",
         ),
         ({"model": "m", "resources": {"kv": {"num_pages": 9, "memory_fraction": 0.5}}}, "not both"),
-        ({"model": "m", "resources": {"kv": {"host_bytes": -1}}}, "resources.kv.host_bytes: Input should be greater"),
+        (
+            {"model": "m", "resources": {"kv": {"host_bytes": -1}}},
+            "resources.kv.host_bytes: must be at least 0 (found -1)",
+        ),
         (
             {"model": "m", "prefix_cache": {"reuse_generate": True}},
             "prefix_cache.reuse_generate: unknown key; did you mean 'reuse_generated'?",
         ),
-        ({"checkpoint": "x"}, "model: Field required"),
+        ({"checkpoint": "x"}, "model: is missing"),
         ({"model": "m", "node_groups": [{"node_names": ["A"], "ranks": [1]}]}, "must count from 0 without a gap"),
     ],
 )
@@ -42,6 +45,44 @@ def test_errors_name_the_key(values, said):
     with pytest.raises(ConfigError) as caught:
         config_from_mapping(values, "f.yaml")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "lines"),
+    [
+        (
+            {"scheduler": {"max_step_tokens": 0, "max_rows": "many"}},
+            [
+                "scheduler.max_rows: must be a whole number (found 'many')",
+                "scheduler.max_step_tokens: must be at least 1 or 'auto' (found 0)",
+            ],
+        ),
+        ({"num_threads": "all"}, ["num_threads: must be a whole number or 'auto' (found 'all')"]),
+        ({"capture": {"batch_sizes": [4, 0]}}, ["capture.batch_sizes.1: must be at least 1 (found 0)"]),
+        ({"capture": {"batch_sizes": 4}}, ["capture.batch_sizes: must be a list or 'auto' (found 4)"]),
+        ({"dtype": "fp8"}, ["dtype: must be 'auto', 'float32' or 'bfloat16' (found 'fp8')"]),
+        (
+            {"resources": {"my-kv.1": {"num_pages": 9, "memory_fraction": 0.5}, "b": 3}},
+            [
+                "resources.my-kv.1: give num_pages or memory_fraction, not both",
+                "resources.b: must be keys and values (found 3)",
+            ],
+        ),
+        (
+            {"resources": {"kv": {"memory_fraction": 0}}},
+            ["resources.kv.memory_fraction: must be more than 0 (found 0)"],
+        ),
+        ({"node_groups": [{"node_names": []}]}, ["node_groups.0.node_names: must have 1 or more entries (found [])"]),
+        (
+            {"node_groups": [{"node_names": ["A"], "ranks": [1]}]},
+            ["node_groups: ranks [1] must count from 0 without a gap"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_in_the_projects_words(values, lines):
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping({"model": "m", **values}, "f.yaml")
+    assert str(caught.value).splitlines() == ["f.yaml:", *(f"  {line}" for line in lines)]
 
 
 def test_placement_of_nodes():
