@@ -107,7 +107,7 @@ LOG_LEVEL = Knob(
     type="debug | info | warning | error",
     default="info",
     meaning="Least severe log lines that the processes of an instance print.",
-    reader="mstar.launch",
+    reader="mstar.cli, mstar.conductor, mstar.launch",
     parse=_choice("debug", "info", "warning", "error"),
     fallback=lambda: "info",
 )

@@ -150,7 +150,7 @@ class _Front:
             told.cancel()
             await serving
             raise RuntimeError("the HTTP server ended")
-        logger.info("draining: %d requests run", handle.num_live)
+        logger.info("draining; running requests: %d", handle.num_live)
         handle.begin_drain()
         await handle.drained(self._spec.server.drain_timeout_s)
 

@@ -19,6 +19,7 @@ from mstar.communication.messages import LoadProgress, MemoryPlan
 from mstar.config.schema import ServerConfig
 from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.launch.supervisor import StartError, Supervisor, Watchers
+from mstar.process_log import configure_log
 
 INTERRUPTED = 130
 NO_LISTENER = (*UNUSABLE, OSError)
@@ -31,6 +32,7 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
     for name in envs.unknown_variables():
         console.print(f"[yellow]{name} is not a variable of this version[/yellow]")
     try:
+        configure_log("mstar", envs.LOG_LEVEL.get())
         listener = bind(server_for(target, overrides))
     except NO_LISTENER as error:
         show_error(console, error)

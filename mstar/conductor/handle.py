@@ -170,7 +170,7 @@ class ConductorHandle:
                 async with asyncio.timeout(timeout_s):
                     await self._drained.wait()
             except TimeoutError:
-                logger.warning("%d requests still run after %g s of draining", len(self._live), timeout_s)
+                logger.warning("after %g s of draining, running requests: %d", timeout_s, len(self._live))
         for stream in list(self._live):
             self.abort(stream, SHUT_DOWN)
 

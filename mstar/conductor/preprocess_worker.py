@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from mstar import envs
 from mstar.communication.host_tensors import from_numpy, to_numpy
 from mstar.conductor.preprocess_messages import (
     LENGTH,
@@ -31,6 +32,7 @@ from mstar.conductor.preprocess_messages import (
 )
 from mstar.model.base import ChatMessage, Model, ModelCard, ModelSetup, PromptRequest
 from mstar.model.registry import build_model
+from mstar.process_log import configure_log
 
 logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -114,5 +116,5 @@ def _die_with(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s preprocess: %(message)s")
+    configure_log("preprocess", envs.LOG_LEVEL.get())
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -11,6 +11,7 @@ import msgspec
 
 from mstar.launch.children import ChildSpec
 from mstar.launch.lifeline import die_with_parent
+from mstar.process_log import configure_log
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +25,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()  # a crash of native code leaves the stacks of all threads in the log
     name = "front" if spec.role == "front" else f"worker {spec.rank}"
-    logging.basicConfig(
-        level=spec.log_level.upper(), format=f"%(asctime)s %(levelname).1s {name}: %(message)s", datefmt="%H:%M:%S"
-    )
+    configure_log(name, spec.log_level)
     if spec.role == "front":
         # Imported here: a worker does not need the web framework, and the front must stay free of torch.
         from mstar.launch.front_process import run_front_process as run  # noqa: PLC0415

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +86,11 @@ def test_a_refusal_is_the_clients_and_a_bug_is_ours():
         assert (await ask(pool, "a")).tolist() == [97]
 
     in_pool(use)
+
+
+def test_its_log_has_the_format_of_the_other_processes(capfd):
+    in_pool(lambda pool: failure_of(pool, "bug"))
+    assert re.search(r"^\d\d:\d\d:\d\d E preprocess: process_prompt failed$", capfd.readouterr().err, re.MULTILINE)
 
 
 @pytest.mark.parametrize("how", ["exit", "kill"])
