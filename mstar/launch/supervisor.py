@@ -216,8 +216,12 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while alive := [post for post in posts if post.child is not None and post.child.exit_code() is None]:
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or self._num_signals > 1:
-                log.error("%s did not end in time and is killed", ", ".join(peer_name(post.rank) for post in alive))
+            names = ", ".join(peer_name(post.rank) for post in alive)
+            if self._num_signals > 1:
+                log.warning("a second signal asks for the end at once; killed: %s", names)
+                return False
+            if left_s <= 0:
+                log.error("not ended in time; killed: %s", names)
                 return False
             self._wait(left_s)
             self._receive()

@@ -185,6 +185,9 @@ def test_a_second_signal_ends_everything_now(config, tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) != 0
         server.wait_for(lambda: not alive(children), 5, "children gone")
+        said = server.log.read_text()
+    assert "W mstar: a second signal asks for the end at once; killed: front\n" in said
+    assert "in time" not in said
 
 
 def test_a_port_in_use_is_reported_at_once(config, tmp_path):
