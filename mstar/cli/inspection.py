@@ -89,9 +89,14 @@ def _check_machine(console: Console) -> bool:
 
 
 def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool:
+    # Imported here: sizes need torch, and the machine alone is looked at without it.
+    from mstar.launch.rank import describe_short_caches
+
     try:
         deployment = _resolve(file, overrides)
-        compiled = deployment.compile(deployment.model())
+        model = deployment.model()
+        compiled = deployment.compile(model)
+        short_caches = describe_short_caches(deployment, model, compiled)
     except UNUSABLE as error:
         show_error(console, error)
         return False
@@ -105,6 +110,8 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
         if tuning.host_bytes:
             host = f"up to {tuning.host_bytes / 2**30:.2f} GiB of host memory for preempted requests"
             console.print(f"  {key}: {host}", markup=False, highlight=False, soft_wrap=True)
+    for line in short_caches:
+        console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     return True
 
 

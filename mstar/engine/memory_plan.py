@@ -39,3 +39,14 @@ def plan_memory(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list
             case _:
                 pass
     return rows
+
+
+def short_caches(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list[str]:
+    """A line for each cache that cannot hold one request of `max_seq_len` tokens. Raises as `plan_memory`."""
+    declared, pages = declared_resources(specs), cache_pages(specs, config)
+    tokens = {key: own * spec.page_size for key, own in pages.items() if isinstance(spec := declared[key], PagedKVSpec)}
+    return [
+        f"{key} holds {most} tokens, fewer than max_seq_len ({config.max_seq_len}): no request can be longer than that"
+        for key, most in tokens.items()
+        if most < config.max_seq_len
+    ]

@@ -3,13 +3,17 @@ runs."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mstar.communication.arena import Arena, ArenaReader
 from mstar.communication.bus import Bus
 from mstar.communication.messages import PlanRow, ToWorker
-from mstar.engine.memory_plan import plan_memory
+from mstar.config.schema import DeploymentConfig
+from mstar.engine.engine_config import EngineConfig
+from mstar.engine.memory_plan import plan_memory, short_caches
+from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.launch.deployment import Deployment
@@ -23,6 +27,8 @@ from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock
 from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
 from mstar.worker.worker import Worker, WorkerParts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +59,11 @@ def build_rank(
         executor, overlap = device_executor(config)
     else:
         overlap = executor.overlaps
-    settings = WorkerSettings(
-        rank=place.rank,
-        incarnation=place.incarnation,
-        max_rows=config.scheduler.max_rows,
-        # Twice what the front takes on: requests that it has let go keep their handles until no step holds them.
-        max_waiting=config.scheduler.max_rows + 2 * config.scheduler.max_queue,
-        max_step_tokens=step_tokens(config),
-        overlap=overlap,
-    )
-    local = compiled.nodes_on(place.rank)
-    specs = [spec for spec in model.get_node_resources() if spec.node in local]
-    weights = _weights(deployment, local)
-    sizes = engine_config(
-        config,
-        specs,
-        deployment.setup.max_seq_len,
-        settings.capacity,
-        compiled.stored_signals(place.rank),
-        weight_bytes=sum(row.num_bytes for row in weights),
-        fingerprint=checkpoint_fingerprint(deployment),
-    )
+    settings = _worker_settings(config, place, overlap)
+    specs, sizes, weights = _sizes(deployment, model, compiled, settings)
     announce([*weights, *plan_memory(specs, sizes)])
+    for line in short_caches(specs, sizes):
+        log.warning("%s", line)
     nodes = load_nodes(deployment, compiled, place.rank, progress)
     shared = None
     if config.num_workers > 1:
@@ -90,6 +79,48 @@ def build_rank(
         shared=shared,
         clock=clock,
     )
+
+
+def describe_short_caches(deployment: Deployment, model: Model, compiled: CompiledGraph) -> list[str]:
+    """A line for each cache of the deployment that is smaller than its longest request, as of the memory that is free
+    now. Raises `ValueError` for one without room for a page."""
+    lines: list[str] = []
+    for rank in range(deployment.config.num_workers):
+        settings = _worker_settings(deployment.config, Place("", rank), overlap=False)
+        specs, sizes, _ = _sizes(deployment, model, compiled, settings)
+        lines += short_caches(specs, sizes)
+    return lines
+
+
+def _worker_settings(config: DeploymentConfig, place: Place, overlap: bool) -> WorkerSettings:
+    return WorkerSettings(
+        rank=place.rank,
+        incarnation=place.incarnation,
+        max_rows=config.scheduler.max_rows,
+        # Twice what the front takes on: requests that it has let go keep their handles until no step holds them.
+        max_waiting=config.scheduler.max_rows + 2 * config.scheduler.max_queue,
+        max_step_tokens=step_tokens(config),
+        overlap=overlap,
+    )
+
+
+def _sizes(
+    deployment: Deployment, model: Model, compiled: CompiledGraph, settings: WorkerSettings
+) -> tuple[Sequence[NodeResourceSpec], EngineConfig, Sequence[PlanRow]]:
+    """What the rank's nodes declare, the sizes of it, and what the weights will take."""
+    local = compiled.nodes_on(settings.rank)
+    specs = [spec for spec in model.get_node_resources() if spec.node in local]
+    weights = _weights(deployment, local)
+    sizes = engine_config(
+        deployment.config,
+        specs,
+        deployment.setup.max_seq_len,
+        settings.capacity,
+        compiled.stored_signals(settings.rank),
+        weight_bytes=sum(row.num_bytes for row in weights),
+        fingerprint=checkpoint_fingerprint(deployment),
+    )
+    return specs, sizes, weights
 
 
 def load_nodes(

@@ -120,6 +120,16 @@ def test_check_names_what_is_wrong(checkpoint, tmp_path, values: dict, said: str
     assert "worker 0" not in result.stdout
 
 
+@pytest.mark.parametrize(("max_seq_len", "is_short"), [(128, False), (129, True)])
+def test_check_announces_a_cache_that_is_smaller_than_the_context(checkpoint, max_seq_len: int, is_short: bool):
+    """Two pages of 64 tokens."""
+    values = (f"checkpoint={checkpoint}", f"max_seq_len={max_seq_len}", "resources.kv.num_pages=2")
+    result = command("check", *(word for value in values for word in ("--set", value)))
+    assert result.exit_code == 0, result.output
+    said = "  kv holds 128 tokens, fewer than max_seq_len (129): no request can be longer than that\n"
+    assert (said in result.stdout) == ("fewer than" in result.stdout) == is_short
+
+
 def test_check_of_a_file_that_is_no_deployment(tmp_path):
     path = tmp_path / "[red]list.yaml"
     path.write_text("- a\n- b\n")

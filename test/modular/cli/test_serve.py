@@ -59,7 +59,7 @@ def test_a_bare_checkpoint_is_served(target: Path, weights, tmp_path):
     assert float(stated) == pytest.approx(num_parameters * 4 / 2**20, abs=0.051)
 
 
-def test_the_memory_plan_comes_before_anything_is_loaded(checkpoint, weights, tmp_path, monkeypatch):
+def test_the_memory_plan_comes_before_anything_is_loaded(checkpoint, weights, tmp_path, monkeypatch, caplog):
     events: list[str] = []
     rows: list[PlanRow] = []
 
@@ -85,9 +85,21 @@ def test_the_memory_plan_comes_before_anything_is_loaded(checkpoint, weights, tm
     worker, _ = build_rank(deployment, model, deployment.compile(model), Place("plan"), bus, announce=announce)
     worker.close()
     assert events == ["plan", "load", "allocate"]
+    assert caplog.messages == []
     sizes = {row.name: row.num_bytes for row in rows}
     assert set(sizes) == {"weights", "kv", "rope"}
     assert sizes["weights"] == sum(parameter.nbytes for parameter in weights.parameters())
     heads = weights.config.num_key_value_heads * weights.config.head_dim
     assert sizes["kv"] == (9 + 1) * 64 * weights.config.num_hidden_layers * 2 * heads * 4
     assert sizes["rope"] == 256 * weights.config.head_dim * 4
+
+
+def test_a_cache_that_is_smaller_than_the_context_is_announced(checkpoint, tmp_path, caplog):
+    config = config_for(str(checkpoint), ["resources.kv.num_pages=3", "num_threads=1"])
+    deployment = resolve_deployment(config, cache_dir=tmp_path)
+    model = deployment.model()
+    bus = LoopbackNet().bus("worker", decode_to_worker)
+    worker, _ = build_rank(deployment, model, deployment.compile(model), Place("short"), bus)
+    worker.close()
+    said = "kv holds 192 tokens, fewer than max_seq_len (256): no request can be longer than that"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", said)]
