@@ -14,26 +14,29 @@ from rich.text import Text
 class ProgressBars:
     """One bar per label, on one line of a terminal of 80 columns. Use as a context; `report` has the shape of the
     loaders' progress. Nothing is drawn before the first report, and the display ends with the last running bar: what
-    other processes write from then on starts on a line of its own."""
+    other processes write from then on starts on a line of its own. After the context nothing is drawn."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress: Progress | None = None
         self._bars: dict[str, TaskID] = {}
         self._finished: set[str] = set()
+        self._is_open = False
 
     def __enter__(self) -> ProgressBars:
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_open = False
         self._end()
 
     def report(self, label: str, done_bytes: int, total_bytes: int | None, /) -> None:
         """Move the bar called `label`; a new label starts a new bar."""
         is_done = total_bytes is not None and done_bytes >= total_bytes
-        if is_done and label in self._finished and label not in self._bars:
+        if not self._is_open or (is_done and label in self._finished and label not in self._bars):
             return
         if self._progress is None:
             self._progress = _new_display(self._console)

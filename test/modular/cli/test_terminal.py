@@ -76,6 +76,8 @@ def test_the_display_ends_with_the_last_running_bar(screen: Screen):
         assert screen.file.getvalue().endswith("\n")
         bars.report("worker 1", 5, 5)
         bars.report("worker 2", 1, 5)
+    bars.report("worker 1", 1, 5)
+    bars.report("worker 1", 5, 5)
     assert [line.split()[:2] for line in screen.lines] == [["worker", str(i)] for i in range(3)]
 
 
