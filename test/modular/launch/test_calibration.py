@@ -11,7 +11,7 @@ COST = StepCost(base_s=0.0051, token_s=0.00025, pair_s=0.0, decode_base_s=0.010,
 def test_the_numbers_of_a_steps_cost_follow_from_each_other():
     """(100 - 5.1) / 0.25 = 379.6 alone; beside 8 streams (2.5 · 18 - 5.1 - 8 · 0.25) / 0.25 = 151.6."""
     assert describe_cost("LLM", COST, 2048) == (
-        "LLM: 8 streams decode in 18.0 ms; a step with prompts takes 5.1 ms and 0.25 ms for each token; "
+        "LLM: 8 streams decode in 18 ms; a step with prompts takes 5.1 ms and 0.25 ms for each token; "
         "it computes 379 prompt tokens, 151 beside 8 streams"
     )
 
