@@ -49,9 +49,10 @@ class PageAllocator:
 
     def share(self, pages: np.ndarray) -> None:
         """One more owner for each of these pages (distinct, all owned)."""
-        if (self.owners[pages] < 1).any():
-            raise ValueError(f"pages without an owner cannot be shared: {pages[self.owners[pages] < 1].tolist()}")
-        self.owners[pages] += 1
+        owners = self.owners[pages]
+        if owners.size and owners.min() < 1:
+            raise ValueError(f"pages without an owner cannot be shared: {pages[owners < 1].tolist()}")
+        self.owners[pages] = owners + 1
 
     def release(self, pages: np.ndarray) -> np.ndarray:
         """One owner less for each of these pages (distinct); returns those that became free.

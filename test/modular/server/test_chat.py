@@ -20,6 +20,7 @@ from mstar.cli.targets import config_for
 from mstar.launch.deployment import resolve_deployment
 
 pytestmark = pytest.mark.network
+PAGE = 64
 LIMIT = 256
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -101,6 +102,13 @@ def usage(num_prompt: int, num_completion: int) -> dict:
         "total_tokens": num_prompt + num_completion,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def uncached(answer: dict) -> dict:
+    """The usage of an answer whose prompt begins as earlier ones did, as if nothing of it had been found."""
+    found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert found % PAGE == 0 and found < answer["usage"]["prompt_tokens"]
+    return answer["usage"] | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def entries(answer: dict) -> list[dict]:
@@ -289,7 +297,7 @@ def test_prompts_around_the_limit(server: Server, tokenizer: Tokenizer, num_toke
     prompt = " a" * num_tokens if as_text else ids
     if num_tokens < LIMIT:
         answer = whole(server, TEXT, prompt=prompt)
-        assert answer["usage"] == usage(num_tokens, 1), "clamped to the room that is left"
+        assert uncached(answer) == usage(num_tokens, 1), "clamped to the room that is left"
         assert answer["choices"][0]["finish_reason"] == "length"
         assert texts(whole(server, TEXT, prompt=prompt, max_tokens=1)) == texts(answer)
         return
@@ -304,7 +312,7 @@ def test_room_for_the_prompt_but_not_for_what_is_asked(server: Server, tokenizer
     error = refused(server, TEXT, prompt=ids, max_tokens=17)
     assert error["code"] == "context_length_exceeded"
     assert {str(LIMIT), "240", "17"} <= set(re.findall(r"\d+", error["message"]))
-    assert whole(server, TEXT, prompt=ids, max_tokens=16, ignore_eos=True)["usage"] == usage(240, 16)
+    assert uncached(whole(server, TEXT, prompt=ids, max_tokens=16, ignore_eos=True)) == usage(240, 16)
     answer = whole(server, messages=[{"role": "user", "content": " a" * 210}], ignore_eos=True)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == LIMIT

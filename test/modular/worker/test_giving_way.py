@@ -214,7 +214,6 @@ class Machine:
 VISITORS = st.lists(
     st.tuples(
         st.sampled_from((0, 0, 0, 1)),  # priority
-        st.booleans(),  # movable, where some are and some are not
         st.integers(1, 3),  # prompt
         st.lists(st.sampled_from((0, 0, 1, 1, 2)), min_size=1, max_size=14),  # visits
     ),
@@ -231,20 +230,15 @@ VISITORS = st.lists(
     pauses=st.lists(st.integers(0, 4), min_size=8, max_size=8),
     numbered=st.booleans(),
     moving=st.sampled_from(((0, 1, 2), (), (0,), (1, 2))),
-    mixed=st.sampled_from((None, None, 0, 1)),
 )
-def test_every_request_ends_whatever_it_visits(drawn, spare, max_rows, pauses, numbered, moving, mixed):
-    """`numbered`: all workers order alike. `moving`: ranks whose requests may be preempted at any time; at rank `mixed`
-    some may, because the host has no room for more."""
+def test_every_request_ends_whatever_it_visits(drawn, spare, max_rows, pauses, numbered, moving):
+    """`numbered`: all workers order alike. `moving`: ranks whose requests may be preempted at any time."""
     visitors: dict[str, Visitor] = {}
-    num_pages = spare + max(num_prompt + max(map(visits.count, visits)) for _, _, num_prompt, visits in drawn)
+    num_pages = spare + max(num_prompt + max(map(visits.count, visits)) for _, num_prompt, visits in drawn)
     machines = [Machine(rank, num_pages, max_rows, visitors) for rank in range(3)]
     waiting = [
-        (
-            pause,
-            Visitor(f"r{index}", priority, {*moving} | {mixed} if movable else {*moving} - {mixed}, num_prompt, visits),
-        )
-        for index, ((priority, movable, num_prompt, visits), pause) in enumerate(zip(drawn, pauses, strict=False))
+        (pause, Visitor(f"r{index}", priority, set(moving), num_prompt, visits))
+        for index, ((priority, num_prompt, visits), pause) in enumerate(zip(drawn, pauses, strict=False))
     ]
     num_visits = sum(len(visitor.visits) for _, visitor in waiting)
     arrivals = {visitor.rid: index * numbered for index, (_, visitor) in enumerate(waiting)}
