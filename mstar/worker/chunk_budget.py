@@ -25,7 +25,7 @@ CHUNK_STEP_S = 0.1
 """What a step without decode rows may take: a request that arrives meanwhile waits for its end."""
 CHUNK_STEP_TOKENS = 128
 """What such a step computes at least, however slow the machine."""
-MIXED_STEP_FACTOR = 2.2
+MIXED_STEP_FACTOR = 2.5
 """What a step with decode rows may take, in times of the step of those rows alone. The promise to running streams is
 3; what is between them is for noise and for the error of the foretelling."""
 
