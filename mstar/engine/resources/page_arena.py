@@ -76,7 +76,7 @@ class PageArena:
         owners = self.allocator.owners
         if leaving:
             owners = self._owners_without(leaving)
-        no_longer_cached = np.count_nonzero(owners[adopted] == 1) if adopted.size else 0
+        no_longer_cached = int(np.count_nonzero(owners[adopted] == 1)) if adopted.size else 0
         return after - before + no_longer_cached - self.num_unpromised - self.gain(leaving)
 
     def gain(self, leaving: Sequence[tuple[int, np.ndarray]]) -> int:
