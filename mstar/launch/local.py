@@ -76,7 +76,8 @@ class LocalInstance:
         calibrate: bool = True,
     ) -> None:
         """`executor`: another than the configuration's, for an instance of one worker. `calibrate`: measure steps
-        first, as a server does; of no use to a request that is alone."""
+        first, as a server does; of no use to a request that is alone, and not possible on an executor of the caller's,
+        which may run nothing yet."""
         self.model = deployment.model()
         self._compiled = deployment.compile(self.model)
         self._requests: dict[str, LocalRequest] = {}
@@ -94,7 +95,7 @@ class LocalInstance:
             )
             parts.engine.warmup()
             parts.engine.capture()
-            if calibrate:
+            if calibrate and executor is None:
                 calibrate_steps(deployment.config, self._compiled, rank, parts)
             self.workers.append((worker, parts))
             for name in names:
