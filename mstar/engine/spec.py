@@ -10,7 +10,7 @@ from typing import Literal
 class PagedKVSpec:
     """A paged key/value cache: per layer K and V of `[pages, page_size, num_kv_heads, head_dim]`.
 
-    Tunables (YAML `resources.<key>`): `num_pages` or `memory_fraction`; `page_size`.
+    Tunables (YAML `resources.<key>`): `num_pages` or `memory_fraction`; `host_bytes`.
     """
 
     key: str
