@@ -132,7 +132,7 @@ class Composite:
         self.directory = directory
         checkpoint = resolve_checkpoint(str(write_checkpoint(directory, **changes)), cache_dir=directory)
         self._weights = reference.make_weights(WEIGHTS_SEED)
-        self._expected: dict[int, reference.Outputs] = {}
+        self._expected: dict[int, tuple[Request, reference.Outputs]] = {}
         self.card = find_card(CARD)
         setup = ModelSetup(checkpoint.config(), None, 256)
         self.model = build_model(self.card, setup)
@@ -151,9 +151,9 @@ class Composite:
     def expected(self, request: Request) -> reference.Outputs:
         """The reference's outputs, computed once for each request object."""
         known = self._expected.get(id(request))
-        if known is None:
-            known = self._expected[id(request)] = request.expected(self._weights)
-        return known
+        if known is None:  # kept with the request, so that no later one is given its id
+            known = self._expected[id(request)] = request, request.expected(self._weights)
+        return known[1]
 
     def check(self, instance: Instance | WorkerProcesses, rid: str, request: Request) -> None:
         """Raises `AssertionError` where the request's outputs differ from the reference's."""
