@@ -48,11 +48,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaSpan(msgspec.Struct, array_like=True, frozen=True):
-    """Prompt tokens `start : start + length` stand for media: `digest` names its bytes and how they were prepared."""
+    """Prompt tokens `start : start + length` stand for media: `digest` names its bytes and how they were prepared.
+    `grid`: time, height and width of what the tokens stand for, in tokens; their product is `length`. (0, 0, 0): a
+    sequence like text."""
 
     start: int
     length: int
     digest: bytes
+    grid: tuple[int, int, int] = (0, 0, 0)
 
 
 class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):

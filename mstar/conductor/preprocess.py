@@ -23,7 +23,8 @@ from mstar.communication.host_tensors import from_numpy, to_numpy
 from mstar.conductor.events import Failure, RefusedError
 from mstar.conductor.preprocess_messages import (
     LENGTH,
-    MessageText,
+    MediaFile,
+    MessageContent,
     ModelToLoad,
     PromptDone,
     PromptFailed,
@@ -35,7 +36,7 @@ from mstar.conductor.preprocess_messages import (
     framed,
 )
 from mstar.conductor.request import PromptInput
-from mstar.model.base import ModelCard, ModelSetup, PreparedPrompt
+from mstar.model.base import ChatMessage, ModelCard, ModelSetup, PreparedPrompt
 
 logger = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 60.0
@@ -134,13 +135,15 @@ class PreprocessPool:
         """
         job = PromptJob(
             kind=prompt.kind,
-            messages=tuple(MessageText(m.role, m.content, msgspec.json.encode(m.extra)) for m in prompt.messages),
+            messages=tuple(_content(message) for message in prompt.messages),
             text=prompt.text,
             token_ids=prompt.token_ids,
             inputs={name: from_numpy(array) for name, array in prompt.inputs.items()},
             parameters=parameters,
             max_tokens=max_tokens,
             continue_final_message=prompt.continue_final_message,
+            tools=msgspec.json.encode(prompt.tools),
+            template_variables=msgspec.json.encode(prompt.template_variables),
         )
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait((framed(job), answer))
@@ -237,3 +240,10 @@ def _spawn() -> _Process:
             env=envs.child_environment({**ONE_THREAD, "PYTHONPATH": search_path}),
         )
     return _Process(process, ours)
+
+
+def _content(message: ChatMessage) -> MessageContent:
+    content = message.content
+    if not isinstance(content, str):
+        content = tuple(part if isinstance(part, str) else MediaFile(part.kind, part.data) for part in content)
+    return MessageContent(message.role, content, msgspec.json.encode(message.extra))

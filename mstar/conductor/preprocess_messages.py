@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -11,25 +12,35 @@ from mstar.communication.messages import HostTensor, MediaSpan
 LENGTH = struct.Struct("<I")
 
 
-class MessageText(msgspec.Struct, array_like=True, frozen=True):
+class MediaFile(msgspec.Struct, array_like=True, frozen=True):
+    """See `mstar.model.base.MediaPart`."""
+
+    kind: Literal["image", "video"]
+    data: bytes
+
+
+class MessageContent(msgspec.Struct, array_like=True, frozen=True):
     """One chat message; `extra` is a JSON object."""
 
     role: str
-    content: str
+    content: str | tuple[str | MediaFile, ...]
     extra: bytes
 
 
 class PromptJob(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Front → process: run `Model.process_prompt`. `parameters`: JSON of the model's parameter schema."""
+    """Front → process: run `Model.process_prompt`. `parameters`: JSON of the model's parameter schema; `tools`: a JSON
+    list; `template_variables`: a JSON object."""
 
     kind: str
-    messages: tuple[MessageText, ...] = ()
+    messages: tuple[MessageContent, ...] = ()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     inputs: dict[str, HostTensor] = {}
     parameters: bytes = b"{}"
     max_tokens: int
     continue_final_message: bool = False
+    tools: bytes = b"[]"
+    template_variables: bytes = b"{}"
 
 
 class PromptDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):

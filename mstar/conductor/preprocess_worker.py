@@ -20,6 +20,7 @@ from mstar import envs
 from mstar.communication.host_tensors import from_numpy, to_numpy
 from mstar.conductor.preprocess_messages import (
     LENGTH,
+    MessageContent,
     ModelToLoad,
     PromptDone,
     PromptFailed,
@@ -30,7 +31,7 @@ from mstar.conductor.preprocess_messages import (
     decode_order,
     framed,
 )
-from mstar.model.base import ChatMessage, Model, ModelCard, ModelSetup, PromptRequest
+from mstar.model.base import ChatMessage, MediaPart, Model, ModelCard, ModelSetup, PromptRequest
 from mstar.model.registry import build_model
 from mstar.process_log import configure_log
 
@@ -56,13 +57,15 @@ def run_job(model: Model, job: PromptJob) -> Reply:
         prompt = model.process_prompt(
             PromptRequest(
                 kind=job.kind,  # type: ignore[arg-type]
-                messages=tuple(ChatMessage(m.role, m.content, msgspec.json.decode(m.extra)) for m in job.messages),
+                messages=tuple(_message(message) for message in job.messages),
                 text=job.text,
                 token_ids=job.token_ids,
                 inputs={name: to_numpy(tensor) for name, tensor in job.inputs.items()},
                 parameters=model.parameter_schema().model_validate_json(job.parameters),
                 max_tokens=job.max_tokens,
                 continue_final_message=job.continue_final_message,
+                tools=tuple(msgspec.json.decode(job.tools)),
+                template_variables=msgspec.json.decode(job.template_variables),
             )
         )
         return PromptDone(
@@ -76,6 +79,13 @@ def run_job(model: Model, job: PromptJob) -> Reply:
     except Exception as error:
         logger.exception("process_prompt failed")
         return PromptFailed(f"{type(error).__name__}: {error}")
+
+
+def _message(message: MessageContent) -> ChatMessage:
+    content = message.content
+    if not isinstance(content, str):
+        content = tuple(part if isinstance(part, str) else MediaPart(part.kind, part.data) for part in content)
+    return ChatMessage(message.role, content, msgspec.json.decode(message.extra))
 
 
 def _load(channel: socket.socket) -> Model:

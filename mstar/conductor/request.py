@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
@@ -25,6 +25,8 @@ class PromptInput:
     token_ids: tuple[int, ...] | None = None
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     continue_final_message: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

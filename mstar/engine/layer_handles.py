@@ -7,8 +7,8 @@ time, after which the layer keeps its handles. The handles' methods run wherever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor, nn
@@ -21,7 +21,9 @@ class RotaryHandle(Protocol):
     """fp32 [max positions, rotary_dim / 2]"""
     sin: Tensor
     positions: Tensor
-    """int32 [tokens] of the step, padding included"""
+    """int32 [tokens] of the step, padding included; with `axes` [tokens, 3]"""
+    axes: Tensor | None
+    """int32 [rotary_dim / 2]: which of a token's three positions each frequency follows; None: there is one."""
 
 
 class AttentionHandle(Protocol):
@@ -33,6 +35,53 @@ class AttentionHandle(Protocol):
 
         Returns `[tokens, heads * head_dim]` in the dtype of `qkv`.
         """
+        ...
+
+
+class GatedDeltaWeights(NamedTuple):
+    """Of one layer. `conv [channels, conv_kernel]` in the dtype of the weights; `a_log`, `dt_bias` fp32
+    [num_value_heads]."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+
+
+class LinearAttentionHandle(Protocol):
+    """One layer of gated delta rule over the rows' states (`LinearAttentionSpec`)."""
+
+    def mix(self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, out: Tensor | None = None) -> Tensor:
+        """Convolve `qkv [tokens, channels]` (may be overwritten; queries, keys and values side by side), apply silu,
+        and run the gated delta rule with `beta = sigmoid(b)`, `log decay = -exp(a_log) · softplus(a + dt_bias)`; `b`,
+        `a` `[tokens, num_value_heads]`. All three may be columns of one wider tensor. The states go on by the step.
+
+        Returns `[tokens, num_value_heads * value_dim]` in the dtype of `qkv`.
+        """
+        ...
+
+
+class PendingMedia(NamedTuple):
+    """Media of a step's row that is not in the cache: `grid` as in `MediaSpan`; `row` of the step; its tokens are
+    `first : first + length` of the row's media tokens. `step` counts the encoding steps of the row before this one."""
+
+    row: int
+    first: int
+    length: int
+    grid: tuple[int, int, int]
+    step: int
+
+
+class EncoderCacheHandle(Protocol):
+    """Features of media, by digest (`EncoderCacheSpec`)."""
+
+    def pending(self) -> Sequence[PendingMedia]:
+        """What the step's rows have to encode, in order: fixed when a row begins to encode."""
+        ...
+
+    def complete(self, features: Sequence[Tensor | None]) -> list[Tensor]:
+        """`features[i]`: of `pending()[i]`, `[length, width]`, or None where its encoding is not at its end. Remembers
+        them. Returns for each row of the step all its features, `[media tokens, width]`, in written order; an empty
+        tensor for a row that is not at its end."""
         ...
 
 

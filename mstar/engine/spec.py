@@ -47,13 +47,71 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Positions of the rows' tokens (they continue the length of `kv_key`) and rotate-half rotary tables."""
+    """Positions of the rows' tokens (they continue the length of `kv_key`) and rotate-half rotary tables.
+
+    `sections`: frequencies that follow the temporal, vertical and horizontal position of a token (interleaved, as in
+    Qwen3-VL: frequency i follows the vertical one where i % 3 == 1 and i < 3 · sections[1], the horizontal one where
+    i % 3 == 2 and i < 3 · sections[2], the temporal one elsewhere). Media in a prompt have such positions of their own
+    (`MediaSpan.grid`); of a text token all three are equal. None: one position for all frequencies.
+    """
 
     key: str
     kv_key: str
     rotary_dim: int
     theta: float
     scaling: RopeScaling | None = None
+    sections: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlock:
+    """One tensor of a row's state in one layer. `wide`: fp32, whatever the dtype of caches."""
+
+    name: str
+    shape: tuple[int, ...]
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStateSpec:
+    """Fixed-size state per row and layer, blocks of `[layers, slots, *shape]`, beside the cache `kv_key`: both hold the
+    same tokens of a row, and a prefix is reused where there are pages and a snapshot of the state.
+
+    Tunables (YAML `resources.<key>`): `num_slots` or `memory_fraction`; `host_bytes`.
+    """
+
+    key: str
+    kv_key: str
+    num_layers: int
+    blocks: tuple[StateBlock, ...]
+
+
+LINEAR_ATTENTION_BACKENDS = ("cpu", "torch_ref")
+"""Names that a deployment may choose from; `mstar.engine.resources.linear_attention_backends` implements them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionSpec:
+    """Gated delta rule (Yang et al. 2024, "Gated Delta Networks") with a causal convolution in front, over the state
+    `state_key`, whose blocks are `conv [conv_kernel - 1, channels]` and `delta [num_value_heads, key_dim, value_dim]`
+    (wide); channels are 2 · num_key_heads · key_dim + num_value_heads · value_dim. Tunable: `backend`."""
+
+    key: str
+    state_key: str
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCacheSpec:
+    """What a media encoder made of the media of earlier requests, by digest: an image that comes again is not encoded
+    again. `width`: of a feature. Tunable (YAML `resources.<key>`): `max_bytes`."""
+
+    key: str
+    width: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,21 @@ class PositionStep(ResourceStep):
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentStep(ResourceStep):
+    """The rows' states go on by the step's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttentionStep(ResourceStep):
+    """Linear attention over the rows' states."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeStep(ResourceStep):
+    """One step of encoding the rows' media."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplerStep(ResourceStep):
     """`kept` bool [rows]: rows that draw in this step (None: all)."""
 

@@ -46,11 +46,22 @@ class ModelSetup:
     max_seq_len: int
 
 
+class MediaPart(NamedTuple):
+    """Media in a message: `data` is the file as the client sent it, not yet decoded."""
+
+    kind: Literal["image", "video"]
+    data: bytes
+
+
+Content = str | tuple[str | MediaPart, ...]
+"""Text, or texts and media in written order."""
+
+
 class ChatMessage(NamedTuple):
-    """One message of a conversation as the chat template sees it (text parts already joined)."""
+    """One message of a conversation as the chat template sees it. Content without media is one string."""
 
     role: str
-    content: str
+    content: Content
     extra: Mapping[str, Any] = {}
 
 
@@ -73,6 +84,10 @@ class PromptRequest:
     max_tokens: int = 16
     """Output tokens granted at most (after clamping to the context)."""
     continue_final_message: bool = False
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Function tools that the model may call, as the request's JSON has them."""
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further names that the chat template reads (`chat_template_kwargs`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str) -> TextRequ
     if continues and body.messages[-1].role != "assistant":
         raise bad_request("The last message must be the assistant's to be continued.", "continue_final_message")
     messages = chat_messages(body.messages)
-    if continues and not messages[-1].content.strip():
+    if continues and not (isinstance(messages[-1].content, str) and messages[-1].content.strip()):
         raise bad_request("The last message has no text to continue.", "continue_final_message")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     prompt = PromptInput(kind="chat", messages=messages, continue_final_message=continues)

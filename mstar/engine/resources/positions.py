@@ -23,11 +23,12 @@ from mstar.engine.step import PositionStep
 class RotaryState:
     """The layer handle, shared by all layers (see `mstar.engine.layer_handles.RotaryHandle`)."""
 
-    __slots__ = ("cos", "positions", "sin")
+    __slots__ = ("axes", "cos", "positions", "sin")
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos = cos
         self.sin = sin
+        self.axes: Tensor | None = None
         self.positions = torch.empty(0, dtype=torch.int32, device=cos.device)
 
 
