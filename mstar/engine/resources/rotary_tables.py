@@ -34,6 +34,21 @@ def rotary_tables(spec: RotarySpec, num_positions: int, device: torch.device) ->
     return angles.cos().to(device), angles.sin().to(device)
 
 
+def frequency_axes(spec: RotarySpec, device: torch.device) -> Tensor | None:
+    """int32 `[rotary_dim / 2]`: which of a token's three positions each frequency follows (see `RotarySpec.sections`);
+    None without sections. Raises `ValueError` for sections that do not add up to the frequencies."""
+    if spec.sections is None:
+        return None
+    half = spec.rotary_dim // 2
+    if sum(spec.sections) != half:
+        raise ValueError(f"rotary sections {spec.sections} do not add up to the {half} frequencies")
+    index = torch.arange(half, dtype=torch.int32)
+    axes = index % 3
+    for axis in (1, 2):
+        axes[(index % 3 == axis) & (index >= 3 * spec.sections[axis])] = 0
+    return axes.to(device)
+
+
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     wavelengths = 2 * math.pi / frequencies
     longest = scaling.original_max_position / scaling.low_freq_factor
