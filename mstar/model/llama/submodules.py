@@ -25,7 +25,8 @@ from mstar.layers.linear import pack_weights
 from mstar.layers.sampling import Sampler
 from mstar.model.llama.config import LlamaConfig
 from mstar.model.llama.network import LlamaNetwork
-from mstar.model.loader.module_loading import LoadRules, RenameRule, StackRule, load_weights
+from mstar.model.loader.load_rules import LoadRules, RenameRule, StackRule
+from mstar.model.loader.module_loading import load_weights
 from mstar.model.loader.weights import iter_weights
 from mstar.model.submodule_context import SubmoduleContext
 

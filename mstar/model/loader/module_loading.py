@@ -5,8 +5,10 @@ Only one model is held: each tensor is copied into its place as it arrives. Sour
 other (they come close together), and a parameter on the meta device is allocated when its first value is there.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -14,46 +16,10 @@ import torch
 from torch import nn
 
 from mstar.model.loader.errors import CheckpointError
+from mstar.model.loader.load_rules import LoadRules, Place, TieRule, place_of, renamed, split_of
 from mstar.model.loader.progress import LoadProgress, counted
 
 _NAMES_SHOWN = 40
-
-
-@dataclass(frozen=True, slots=True)
-class StackRule:
-    """`target`, a suffix of module names, holds `sources`, suffixes of checkpoint names, concatenated along `dim`."""
-
-    target: str
-    sources: tuple[str, ...]
-    dim: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RenameRule:
-    """Checkpoint names that begin with `prefix` begin with `replacement` in the module. The first match counts."""
-
-    prefix: str
-    replacement: str
-
-
-@dataclass(frozen=True, slots=True)
-class TieRule:
-    """Module name `target` is the same tensor as module name `source`. A value for `target` in the checkpoint is not
-    used, as in transformers' tied embeddings."""
-
-    target: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRules:
-    """How checkpoint names become module names: `ignore` (shell patterns on checkpoint names) first, then `renames`,
-    then `ties`, then `stacks`; other names stay as they are."""
-
-    renames: tuple[RenameRule, ...] = ()
-    stacks: tuple[StackRule, ...] = ()
-    ties: tuple[TieRule, ...] = ()
-    ignore: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +55,27 @@ def load_weights(
     tied = {tie.target for tie in rules.ties}
     add = counted("loading weights", destination.total_bytes, progress)
     for checkpoint_name, tensor in weights:
-        name = _renamed(checkpoint_name, rules.renames)
+        name = renamed(checkpoint_name, rules.renames)
         if name in tied or any(fnmatchcase(checkpoint_name, pattern) for pattern in rules.ignore):
             ignored.append(checkpoint_name)
             continue
         num_tensors += 1
-        place = _stack_place(name, rules.stacks)
-        if place is None:
-            add(destination.fill(name, {name: tensor}, 0))
-            continue
-        target, source, rule = place
-        stack = stacks.setdefault(target, _Stack(rule))
-        if source in stack.parts:
-            destination.problem("given twice", checkpoint_name)
-            continue
-        stack.parts[source] = tensor
-        if len(stack.parts) == len(rule.sources):
-            add(destination.fill(target, {part: stack.parts[part] for part in rule.sources}, rule.dim))
-            stack.parts = dict.fromkeys(rule.sources)  # remembered as seen, no longer held
+        for part, value in _parts(name, tensor, rules, destination):
+            place = place_of(part, rules)
+            if place is None:
+                add(destination.fill(part, {part: value}))
+                continue
+            stack = stacks.setdefault(place.target, _Stack(place))
+            if place.source in stack.parts:
+                destination.problem("given twice", checkpoint_name)
+                continue
+            stack.parts[place.source] = value
+            if len(stack.parts) == len(place.sources):
+                values = {source: stack.parts[source] for source in place.sources}
+                add(destination.fill(place.target, values, place.dim, by_expert=place.by_expert))
+                stack.parts = dict.fromkeys(place.sources)  # remembered as seen, no longer held
     for target, stack in stacks.items():
-        if absent := [source for source in stack.rule.sources if source not in stack.parts]:
+        if absent := [source for source in stack.place.sources if source not in stack.parts]:
             destination.problem("missing", f"{target} (its {', '.join(absent)})")
             destination.settled.add(target)
     destination.finish()
@@ -117,24 +84,27 @@ def load_weights(
 
 @dataclass(slots=True)
 class _Stack:
-    rule: StackRule
+    place: Place
     parts: dict[str, torch.Tensor | None] = field(default_factory=dict)
 
 
-def _renamed(name: str, renames: tuple[RenameRule, ...]) -> str:
-    for rename in renames:
-        if name.startswith(rename.prefix):
-            return rename.replacement + name.removeprefix(rename.prefix)
-    return name
-
-
-def _stack_place(name: str, stacks: tuple[StackRule, ...]) -> tuple[str, str, StackRule] | None:
-    """(module name of the packed tensor, which source this is, rule), or None for a tensor that is not packed."""
-    for rule in stacks:
-        for source in rule.sources:
-            if name == source or name.endswith("." + source):
-                return name.removesuffix(source) + rule.target, source, rule
-    return None
+def _parts(
+    name: str, tensor: torch.Tensor, rules: LoadRules, destination: _Destination
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor, or what a rule splits it into."""
+    split = split_of(name, rules.splits)
+    if split is None:
+        yield name, tensor
+        return
+    rule, names = split
+    if tensor.ndim == 0 or tensor.shape[0] % (rule.groups * len(names)):
+        destination.problem(
+            "wrong shape", f"{name}: {rule.groups} groups of {len(names)} parts, checkpoint {list(tensor.shape)}"
+        )
+        return
+    turns = tensor.unflatten(0, (rule.groups, len(names), -1))  # [groups, parts, rows, ...]
+    for index, part in enumerate(names):
+        yield part, turns[:, index].flatten(0, 1)
 
 
 class _Destination:
@@ -160,8 +130,11 @@ class _Destination:
     def problem(self, kind: str, what: str) -> None:
         self.problems.setdefault(kind, []).append(what)
 
-    def fill(self, name: str, parts: Mapping[str, torch.Tensor | None], dim: int) -> int:
-        """Copies `parts`, one after the other along `dim`, into the tensor `name`. Returns the bytes filled."""
+    def fill(
+        self, name: str, parts: Mapping[str, torch.Tensor | None], dim: int = 0, *, by_expert: bool = False
+    ) -> int:
+        """Copies `parts`, one after the other along `dim`, into the tensor `name` (`by_expert`: whose first two
+        dimensions count as one). Returns the bytes filled."""
         values = [part for part in parts.values() if part is not None]
         if name not in self.tensors:
             self.problem("unexpected", name if len(values) == 1 else f"{name} (from {', '.join(parts)})")
@@ -172,7 +145,8 @@ class _Destination:
         self.settled.update(self.aliases[name])
         tensor = self.tensors[name]
         shapes = " + ".join(str(list(value.shape)) for value in values)
-        if _concatenated_shape(values, dim) != tensor.shape:
+        whole = tensor.flatten(0, 1) if by_expert else tensor
+        if _concatenated_shape(values, dim) != whole.shape:
             self.problem("wrong shape", f"{name}: module {list(tensor.shape)}, checkpoint {shapes}")
             return 0
         if any(value.is_floating_point() != tensor.is_floating_point() for value in values):
@@ -181,10 +155,11 @@ class _Destination:
         if tensor.is_meta:
             tensor = self.materialize(name)
         with torch.no_grad():
+            whole = tensor.flatten(0, 1) if by_expert else tensor
             start = 0
             for value in values:
                 size = value.shape[dim] if value.ndim else 1
-                place = tensor.narrow(dim, start, size) if len(values) > 1 else tensor
+                place = whole.narrow(dim, start, size) if len(values) > 1 else whole
                 place.copy_(value)
                 start += size
         return tensor.nbytes

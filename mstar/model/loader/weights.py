@@ -20,11 +20,12 @@ Selection = Collection[str] | Callable[[str], bool] | None
 def iter_weights(
     checkpoint: ResolvedCheckpoint,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     names: Selection = None,
     progress: LoadProgress | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, CPU tensor) one by one: floating-point tensors in `dtype`, others as stored. A tensor may be a view
+    """Yields (name, CPU tensor) one by one: floating-point tensors in `dtype`, others as stored. With None all are as
+    stored (quantized ones in fp32), which `load_weights` brings to each parameter's own dtype. A tensor may be a view
     of the mapped file, so copy it and never write to it. Tensors of one layer come close together. `names` selects: a
     collection of names that must all exist, or a predicate; None means all. `progress` counts stored bytes.
 
@@ -32,7 +33,7 @@ def iter_weights(
         CheckpointError: a selected name is absent, a name is in two files, or a file is damaged.
     """
     if checkpoint.kind == "gguf":
-        return _iter_gguf(checkpoint.path, dtype, names, progress)
+        return _iter_gguf(checkpoint.path, dtype or torch.float32, names, progress)
     return _iter_safetensors(checkpoint.path, dtype, names, progress)
 
 
@@ -68,7 +69,7 @@ def _iter_gguf(
 
 
 def _iter_safetensors(
-    directory: Path, dtype: torch.dtype, names: Selection, progress: LoadProgress | None
+    directory: Path, dtype: torch.dtype | None, names: Selection, progress: LoadProgress | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     files: dict[str, Path] = {}
     for file in weight_files(directory):
@@ -85,7 +86,7 @@ def _iter_safetensors(
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in shard:
                 tensor = opened.get_tensor(name)
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
                 add(tensor.nbytes)
 
 

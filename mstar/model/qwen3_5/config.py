@@ -55,9 +55,9 @@ class MediaTokens:
 
 @dataclass(frozen=True, slots=True)
 class Qwen35Config:
-    """`layer_types` has `LINEAR` or `FULL` per layer. Of each head `rotary_dim` entries are rotated; `sections` says how
-    many frequencies follow the temporal, vertical and horizontal position of a token. `intermediate_size` is that of
-    the dense feed-forward layers (0 with `experts`). `vision` and `media` come together."""
+    """`layer_types` has `LINEAR` or `FULL` per layer. Of each head `rotary_dim` entries are rotated; `sections` says
+    how many frequencies follow the temporal, vertical and horizontal position of a token. `intermediate_size` is that
+    of the dense feed-forward layers (0 with `experts`). `vision` and `media` come together."""
 
     vocab_size: int
     hidden_size: int

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mstar.model.loader.errors import CheckpointError
-from mstar.model.loader.module_loading import LoadRules, RenameRule, StackRule, TieRule, load_weights
+from mstar.model.loader.load_rules import LoadRules, RenameRule, StackRule, TieRule
+from mstar.model.loader.module_loading import load_weights
 
 RULES = LoadRules(
     renames=(RenameRule("model.", ""),),

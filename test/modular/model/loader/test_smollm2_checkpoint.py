@@ -10,7 +10,8 @@ from support.checkpoints import TEXTS, smollm2
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from mstar.model.loader.module_loading import LoadRules, load_weights
+from mstar.model.loader.load_rules import LoadRules
+from mstar.model.loader.module_loading import load_weights
 from mstar.model.loader.tokenizer_files import TokenizerFiles, load_tokenizer, render_chat_template
 from mstar.model.loader.tokenizer_writing import write_tokenizer
 from mstar.model.loader.weights import iter_weights

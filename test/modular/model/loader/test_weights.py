@@ -59,6 +59,17 @@ def test_integers_keep_their_type(tmp_path: Path):
     assert found["w"].dtype == torch.bfloat16
 
 
+def test_as_stored_nothing_is_converted(tmp_path: Path):
+    from safetensors.torch import save_file
+
+    stored = {"wide": torch.tensor([1.0 + 2**-20]), "narrow": torch.tensor([1.5], dtype=torch.bfloat16)}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    found = dict(iter_weights(_resolve(tmp_path), dtype=None))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {"wide": torch.float32, "narrow": torch.bfloat16}
+    _assert_equal(found, stored)
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_selected_names_and_the_bytes_they_count(tmp_path: Path, kind: str):
     path = tmp_path / ("m.gguf" if kind == "gguf" else "m")
