@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mstar.conductor.events import Failure, RefusedError
 from mstar.conductor.request import GenerateRequest, PromptInput
+from mstar.model.base import Content
 
 MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens; a text beyond this times the context is refused without tokenizing it."""
@@ -39,7 +40,7 @@ def check_prompt_length(prompt: PromptInput, max_seq_len: int) -> None:
     if prompt.token_ids is not None:
         at_least = len(prompt.token_ids)
     else:
-        num_chars = len(prompt.text or "") + sum(len(message.content) for message in prompt.messages)
+        num_chars = len(prompt.text or "") + sum(_num_chars(message.content) for message in prompt.messages)
         at_least = num_chars // MAX_CHARS_PER_TOKEN
     if at_least >= max_seq_len:
         raise RefusedError(_too_long(max_seq_len, f"at least {at_least} tokens", _prompt_field(prompt)))
@@ -75,6 +76,12 @@ def grant_tokens(request: GenerateRequest, num_prompt: int, max_seq_len: int, ma
 def _wanted(request: GenerateRequest) -> int:
     """Output tokens that have to fit."""
     return 0 if request.max_tokens is None or request.clamps_max_tokens else request.max_tokens
+
+
+def _num_chars(content: Content) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part) for part in content if isinstance(part, str))
 
 
 def _prompt_field(prompt: PromptInput) -> str:

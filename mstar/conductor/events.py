@@ -15,11 +15,13 @@ from mstar.conductor.request import GenerateRequest
 
 
 class PreparedEvent(NamedTuple):
-    """Prompt number `prompt` has been tokenized and its choices started. `tail`: its last token ids."""
+    """Prompt number `prompt` has been tokenized and its choices started. `tail`: its last token ids. `opens_reasoning`:
+    it ends inside the reasoning."""
 
     prompt: int
     num_tokens: int
     tail: tuple[int, ...]
+    opens_reasoning: bool = False
 
 
 class TokenEvent(NamedTuple):

@@ -29,7 +29,7 @@ from mstar.conductor.request_table import RequestRecord
 from mstar.conductor.statistics import Statistics
 from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
-from mstar.model.base import Model, ModelCard, PreparedPrompt
+from mstar.model.base import Model, ModelCard, OutputFormat, PreparedPrompt
 
 logger = logging.getLogger(__name__)
 RETRY_NOT_READY_S = 2
@@ -47,6 +47,8 @@ class ModelFacts:
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     parameters: type[BaseModel]
+    input_modalities: tuple[str, ...]
+    output_format: OutputFormat
 
     @classmethod
     def of(cls, model: Model) -> ModelFacts:
@@ -56,6 +58,8 @@ class ModelFacts:
             vocab_size=model.vocab_size(),
             stop_token_ids=tuple(model.stop_token_ids()),
             parameters=model.parameter_schema(),
+            input_modalities=tuple(model.input_modalities()),
+            output_format=model.output_format(),
         )
 
 
@@ -241,7 +245,8 @@ class ConductorHandle:
         request, ids = stream.request, prompt.token_ids
         length = 0 if ids is None else len(ids)
         self.statistics.num_prompt_tokens += length
-        stream.push(PreparedEvent(index, length, () if ids is None else tuple(ids[-PROMPT_TAIL:].tolist())))
+        tail = () if ids is None else tuple(ids[-PROMPT_TAIL:].tolist())
+        stream.push(PreparedEvent(index, length, tail, prompt.opens_reasoning))
         prompt_ids = None if ids is None else from_numpy(ids)
         inputs = {name: from_numpy(array) for name, array in prompt.inputs.items()}
         for i in range(request.num_choices):

@@ -148,11 +148,11 @@ class PreprocessPool:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait((framed(job), answer))
         match await answer:
-            case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata, media=media):
+            case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata, media=media, opens_reasoning=opens):
                 arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
-                return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media)
-            case PromptRefused(message=message):
-                param = "messages" if prompt.kind == "chat" else "prompt"
+                return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media, opens)
+            case PromptRefused(message=message, field=field):
+                param = field or ("messages" if prompt.kind == "chat" else "prompt")
                 raise RefusedError(Failure(400, "invalid_prompt", message, param=param))
             case PromptFailed(message=message):
                 raise RefusedError(Failure(500, "preprocess_failed", f"The prompt could not be prepared: {message}"))

@@ -50,12 +50,14 @@ class PromptDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     inputs: dict[str, HostTensor]
     step_metadata: dict[str, int | float | str | bool]
     media: tuple[MediaSpan, ...] = ()
+    opens_reasoning: bool = False
 
 
 class PromptRefused(msgspec.Struct, tag=True, frozen=True):
-    """Process → front: the request is at fault; the message is for the client."""
+    """Process → front: the request is at fault; the message is for the client. `field`: empty for the prompt itself."""
 
     message: str
+    field: str = ""
 
 
 class PromptFailed(msgspec.Struct, tag=True, frozen=True):

@@ -31,7 +31,15 @@ from mstar.conductor.preprocess_messages import (
     decode_order,
     framed,
 )
-from mstar.model.base import ChatMessage, MediaPart, Model, ModelCard, ModelSetup, PromptRequest
+from mstar.model.base import (
+    ChatMessage,
+    MediaPart,
+    Model,
+    ModelCard,
+    ModelSetup,
+    PromptFieldError,
+    PromptRequest,
+)
 from mstar.model.registry import build_model
 from mstar.process_log import configure_log
 
@@ -73,7 +81,10 @@ def run_job(model: Model, job: PromptJob) -> Reply:
             inputs={name: from_numpy(array) for name, array in prompt.inputs.items()},
             step_metadata=dict(prompt.step_metadata),
             media=tuple(prompt.media),
+            opens_reasoning=prompt.opens_reasoning,
         )
+    except PromptFieldError as error:
+        return PromptRefused(str(error), error.field)
     except ValueError as error:
         return PromptRefused(str(error))
     except Exception as error:

@@ -65,6 +65,32 @@ class ChatMessage(NamedTuple):
     extra: Mapping[str, Any] = {}
 
 
+class PromptFieldError(ValueError):
+    """What is wrong with a prompt is in the request's field `field`."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Markers(NamedTuple):
+    """Texts that enclose a part of an answer."""
+
+    opening: str
+    closing: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a chat model writes what is not its answer's text. `reasoning`: encloses what it thinks first. `tool_calls`:
+    how it calls tools, None if it does not; `function_tags` is
+    ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`` with line breaks between.
+    Markers must be text when tokens are decoded: no special tokens, which are left out there."""
+
+    reasoning: Markers | None = None
+    tool_calls: Literal["function_tags"] | None = None
+
+
 class NoParameters(BaseModel):
     """Parameter schema of a model without parameters of its own."""
 
@@ -94,12 +120,14 @@ class PromptRequest:
 class PreparedPrompt:
     """Output of `process_prompt`: token ids int32 [n] (or None), tensors bound as persisted signals by name, and model
     facts for `next_walk` (`step_metadata`). `media`: which tokens stand for media, and a digest of everything that
-    their features depend on; without it a prompt with tensor inputs shares no cached prefix."""
+    their features depend on; without it a prompt with tensor inputs shares no cached prefix. `opens_reasoning`: the
+    prompt ends inside the reasoning, which the output continues."""
 
     token_ids: np.ndarray | None
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     step_metadata: Mapping[str, int | float | str | bool] = field(default_factory=dict)
     media: tuple[MediaSpan, ...] = ()
+    opens_reasoning: bool = False
 
 
 class PartitionPlan(NamedTuple):
@@ -153,7 +181,8 @@ class Model(ABC):
 
     @abstractmethod
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
-        """Runs in the preprocess pool. Raises `ValueError` with a message for the client."""
+        """Runs in the preprocess pool. Raises `ValueError` with a message for the client (`PromptFieldError` where
+        the field at fault is not the prompt itself)."""
 
     @abstractmethod
     def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan | None:
@@ -173,3 +202,11 @@ class Model(ABC):
 
     def vocab_size(self) -> int:
         return 0
+
+    def output_format(self) -> OutputFormat:
+        """How chat answers are taken apart."""
+        return OutputFormat()
+
+    def input_modalities(self) -> Sequence[str]:
+        """What this checkpoint takes of what the card says."""
+        return self.card.modalities_in

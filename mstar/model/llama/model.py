@@ -64,7 +64,7 @@ class LlamaModel(Model):
         )
 
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
-        return PreparedPrompt(self.prompts.encode(request))
+        return self.prompts.prepare(request)
 
     def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan:
         """Prefill samples the first token, decode the others."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -147,14 +147,32 @@ class _GenerationBlock(Extension):
 
 
 @lru_cache(maxsize=8)
+def template_names(template: str) -> frozenset[str]:
+    """Names that a chat template reads from outside: what a variable must be called to have an effect.
+
+    Raises:
+        ChatTemplateError: it is no template.
+    """
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    except jinja2.TemplateError as error:
+        raise ChatTemplateError(f"the model's chat template cannot be used: {error}") from error
+
+
+@lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    return environment
 
 
 def _raise_exception(message: str) -> NoReturn:
