@@ -29,7 +29,7 @@ from mstar.engine.resource_stages import ResourceFailed
 from mstar.engine.resources.base import Resource
 from mstar.engine.row_table import RowTable
 from mstar.engine.spec import NodeResourceSpec
-from mstar.engine.step_builder import Built, StepBuilder, slice_columns
+from mstar.engine.step_builder import Built, StepBuilder
 from mstar.engine.step_inputs import find_inputs
 from mstar.engine.step_plan import StepPlan
 from mstar.engine.step_planner import plan_step, release_slot
@@ -104,11 +104,12 @@ class Engine:
         """int32 [rows]: tokens in the rows' cache now; 0 in a node without one."""
         return self._nodes[node].lengths(handles)
 
-    def restoring(self, node: str, handles: np.ndarray) -> np.ndarray:
-        """bool [rows]: rows whose cache lacks tokens that it held before; their steps compute those."""
+    def restoring(self, node: str, handles: Sequence[int]) -> set[int]:
+        """Rows whose cache lacks tokens that it held before; their steps compute those."""
         runtime = self._nodes[node]
-        restoring = runtime.restoring(handles, runtime.lengths(handles))
-        return np.zeros(handles.size, np.bool_) if restoring is None else restoring
+        rows = np.array(handles, np.int64)
+        restoring = runtime.restoring(rows, runtime.lengths(rows))
+        return set() if restoring is None else set(rows[restoring].tolist())
 
     # a step
 
@@ -233,15 +234,11 @@ class Engine:
         if step.error is not None:
             return []
         decisions: list[tuple[StepPart, StopDecision]] = []
-        for part in step.parts:
-            unfinished = None if step.unfinished is None else step.unfinished[part.begin : part.end]
-            if unfinished is not None and unfinished.all():
+        for part, columns in zip(step.parts, step.part_columns, strict=True):
+            going = step.unfinished_in(part)
+            if len(going) == len(part.taken.rows):
                 continue
-            whole = len(step.parts) == 1
-            columns = step.columns if whole else slice_columns(step.columns, part)
-            host = step.outputs.host
-            if not whole:
-                host = {name: rows[part.begin : part.end] for name, rows in host.items()}
+            host = {name: rows[part.begin : part.end] for name, rows in step.outputs.host.items()}
             try:
                 answers = ask_check_stop(node, part.taken.key.walk, columns, host)
             except HookFailed as error:
@@ -249,8 +246,8 @@ class Engine:
                 continue
             for decision in answers:
                 index = decision.index
-                if unfinished is not None:
-                    index = index[~unfinished[index]]
+                if going:
+                    index = index[~np.isin(index, going)]
                 if step.failed:
                     index = np.array(
                         [i for i in index.tolist() if int(columns.handles[i]) not in step.failed], np.int64

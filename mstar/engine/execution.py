@@ -98,13 +98,15 @@ class Step:
     thrown away.
     `unfinished` bool [rows]: rows whose run needs further steps, because it was cut or because the row's cache is being
     restored; they have drawn nothing and made no outputs. None: every row's run ends with this step.
-    `spec_ids[i]` belongs to `parts[i]`; `carried`: indexes of parts that go on with runs of the step before."""
+    `part_columns[i]`: the columns of `parts[i]` alone. `spec_ids[i]` belongs to `parts[i]`; `carried`: indexes of parts
+    that go on with runs of the step before."""
 
     node: str
     parts: tuple[StepPart, ...]
     handles: np.ndarray
     spans: np.ndarray
     columns: RowColumns
+    part_columns: tuple[RowColumns, ...]
     unfinished: np.ndarray | None = None
     state: StepState = StepState.BUILT
     spec_ids: tuple[int, ...] = ()
@@ -122,6 +124,12 @@ class Step:
     @property
     def num_rows(self) -> int:
         return len(self.handles)
+
+    def unfinished_in(self, part: StepPart) -> list[int]:
+        """Places of unfinished rows among those of the part."""
+        if self.unfinished is None:
+            return []
+        return self.unfinished[part.begin : part.end].nonzero()[0].tolist()
 
     def host(self, signal: str) -> np.ndarray:
         """Host copy of an output, `[rows, ...]`."""

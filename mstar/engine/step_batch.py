@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,11 +14,18 @@ NOT_GIVEN = -1
 """In a token column: the node said nothing about the token."""
 
 
+def join_spans(batches: Sequence[NodeBatch]) -> np.ndarray:
+    """int32 [rows of all parts]: what the rows compute."""
+    if len(batches) == 1:
+        return np.asarray(batches[0].spans, np.int32)
+    return np.concatenate([batch.spans for batch in batches], dtype=np.int32)
+
+
 def join_parts(batches: Sequence[NodeBatch], token_columns: Sequence[str]) -> NodeBatch:
     """The batches of a step's parts, one after the other; every one of `token_columns` is there."""
     if len(batches) == 1 and not token_columns:
         return batches[0]
-    spans = np.concatenate([batch.spans for batch in batches])
+    spans = join_spans(batches)
     token_ids = [batch.token_ids for batch in batches if batch.token_ids is not None]
     kept = None
     if any(batch.kept is not None for batch in batches):
@@ -45,15 +54,28 @@ def merge_rows(pieces: Sequence[tuple[np.ndarray, NodeBatch]], token_columns: Se
     return NodeBatch(spans, joined.token_ids[tokens], kept, columns)
 
 
-def cut_rows(batch: NodeBatch, spans: np.ndarray) -> NodeBatch:
+def cut_parts(batches: Sequence[NodeBatch], limits: Sequence[np.ndarray | None]) -> Sequence[NodeBatch]:
+    """Of each row the first tokens, as many as its part's `limits` int32 [rows of the part] allow (None: all). Returns
+    `batches` itself when no row has more."""
+    cut = [
+        batch if most is None or (batch.spans <= most).all() else _cut_rows(batch, np.minimum(batch.spans, most))
+        for batch, most in zip(batches, limits, strict=True)
+    ]
+    return batches if all(map(operator.is_, cut, batches)) else cut
+
+
+def _cut_rows(batch: NodeBatch, spans: np.ndarray) -> NodeBatch:
     """The first `spans[i]` int32 of each row's tokens."""
     if batch.token_ids is None:
         return batch._replace(spans=spans)
-    starts = np.cumsum(batch.spans) - batch.spans
-    place = np.arange(len(batch.token_ids)) - np.repeat(starts, batch.spans)
-    stays = place < np.repeat(spans, batch.spans)
-    columns = {name: values[stays] for name, values in (batch.token_columns or {}).items()}
-    return NodeBatch(spans, np.asarray(batch.token_ids)[stays], batch.kept, columns)
+    begins = accumulate(batch.spans.tolist(), initial=0)
+    pieces = [slice(begin, begin + count) for begin, count in zip(begins, spans.tolist(), strict=False)]
+    columns = {name: _pick(values, pieces) for name, values in (batch.token_columns or {}).items()}
+    return NodeBatch(spans, _pick(batch.token_ids, pieces), batch.kept, columns)
+
+
+def _pick(values: np.ndarray, pieces: Sequence[slice]) -> np.ndarray:
+    return values[pieces[0]] if len(pieces) == 1 else np.concatenate([values[piece] for piece in pieces])
 
 
 def _column(batch: NodeBatch, name: str) -> np.ndarray:

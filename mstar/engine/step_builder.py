@@ -16,7 +16,7 @@ from mstar.engine.node_hooks import HookFailed, ask_declare, ask_prepare, check_
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.row_table import RowTable
 from mstar.engine.step import Rows
-from mstar.engine.step_batch import cut_rows, join_parts, merge_rows
+from mstar.engine.step_batch import cut_parts, join_parts, join_spans, merge_rows
 from mstar.engine.step_plan import StepPlan
 from mstar.engine.submodule import LIVE_TOKEN, NodeBatch, RowColumns
 from mstar.engine.unfinished_rows import accumulating, row_limits, silence, silent_rows
@@ -45,12 +45,12 @@ class StepBuilder:
             parts.append(StepPart(taken, begin, begin + len(taken.rows)))
             begin += len(taken.rows)
         columns = self._columns(node, [part.taken for part in parts])
+        part_columns = (columns,) if len(parts) == 1 else tuple(_slice_columns(columns, part) for part in parts)
         handles = columns.handles
-        step = Step(node.name, tuple(parts), handles, np.zeros(handles.size, np.int32), columns)
+        step = Step(node.name, tuple(parts), handles, np.zeros(handles.size, np.int32), columns, part_columns)
         restoring = node.restoring(handles, columns.lengths)
         batches: list[NodeBatch] = []
-        for part in parts:
-            own = columns if len(parts) == 1 else slice_columns(columns, part)
+        for part, own in zip(parts, part_columns, strict=True):
             restored = None if restoring is None else restoring[part.begin : part.end]
             try:
                 batches.append(self._part_batch(node, part.taken.key.walk, own, restored, step.failed))
@@ -74,21 +74,18 @@ class StepBuilder:
     ) -> Built:
         """The step from what its parts compute if nothing is cut. Raises `HookFailed`."""
         check_alike(node, batches)
-        batch = join_parts(batches, node.submodule.token_columns)
-        step.spans = np.asarray(batch.spans, np.int32)
-        fewest = np.minimum.reduce(step.spans) if step.num_rows else 0
+        wanted = join_spans(batches)
+        fewest = np.minimum.reduce(wanted) if step.num_rows else 0
         if fewest < 0:
-            return Built(None, step.handles[step.spans < 0].tolist())
-        self._check_lengths(node, step)
+            return Built(None, step.handles[wanted < 0].tolist())
+        self._check_lengths(node, step, wanted)
         if step.failed:
             return Built(step, [])
-        limits = row_limits(node, portions, step.parts, restoring)
-        if limits is not None:
-            cut = np.minimum(step.spans, limits)
-            if (cut < step.spans).any():
-                step.unfinished = cut < step.spans
-                step.spans = cut
-                batch = cut_rows(batch, cut)
+        cut = cut_parts(batches, row_limits(node, portions, step.parts, restoring))
+        batch = join_parts(cut, node.submodule.token_columns)
+        step.spans = np.asarray(batch.spans, np.int32)
+        if cut is not batches:
+            step.unfinished = step.spans < wanted
         if restoring is not None:
             step.unfinished = restoring if step.unfinished is None else step.unfinished | restoring
         single = fewest == 1 and batch.token_ids is not None and len(batch.token_ids) == step.num_rows
@@ -156,12 +153,12 @@ class StepBuilder:
             columns.live,
         )
 
-    def _check_lengths(self, node: NodeRuntime, step: Step) -> None:
-        """A row that will not fit fails before its first chunk."""
+    def _check_lengths(self, node: NodeRuntime, step: Step, spans: np.ndarray) -> None:
+        """A row that will not fit with all that it has to compute fails before its first chunk."""
         if node.cache is None or not step.num_rows:
             return
-        after = step.columns.lengths + step.spans
-        if after.max() > self._max_seq_len:
+        after = step.columns.lengths + spans
+        if np.maximum.reduce(after) > self._max_seq_len:
             for index in np.flatnonzero(after > self._max_seq_len).tolist():
                 step.failed[int(step.handles[index])] = (
                     f"{int(after[index])} tokens are more than a row can hold ({self._max_seq_len})"
@@ -182,7 +179,7 @@ class StepBuilder:
             kept = ~silent if kept is None else kept & ~silent
         declared, touched = ask_declare(node, walk, rows, kept, single=single)
         if silent is not None:
-            silence(touched, step.handles[silent])
+            silence(touched, rows, silent)
         token_ids = batch.token_ids
         live_only = (
             token_ids is not None and token_ids.size == step.spans.size and bool((token_ids == LIVE_TOKEN).all())
@@ -198,7 +195,7 @@ class StepBuilder:
         return plan
 
 
-def slice_columns(columns: RowColumns, part: StepPart) -> RowColumns:
+def _slice_columns(columns: RowColumns, part: StepPart) -> RowColumns:
     """The columns of one part of a step."""
     cut = slice(part.begin, part.end)
     return RowColumns(

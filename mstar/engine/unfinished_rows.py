@@ -11,7 +11,7 @@ import numpy as np
 
 from mstar.engine.execution import Portion, Step, StepPart
 from mstar.engine.node_runtime import NodeRuntime
-from mstar.engine.step import SamplerStep
+from mstar.engine.step import Rows, SamplerStep
 from mstar.engine.step_plan import Accumulating
 from mstar.engine.touched import Touched
 
@@ -20,20 +20,15 @@ _NO_LIMIT = np.iinfo(np.int32).max
 
 def row_limits(
     node: NodeRuntime, portions: Sequence[Portion], parts: Sequence[StepPart], restoring: np.ndarray | None
-) -> np.ndarray | None:
-    """Tokens of each row at most; None: nothing is limited. Only chunks and what is restored can be cut."""
-    limits: np.ndarray | None = None
+) -> list[np.ndarray | None]:
+    """By part, the tokens of each row at most: int32 [rows of the part]; None: they have no limit. Only chunks and what
+    is restored can be cut."""
+    limits: list[np.ndarray | None] = []
     for portion, part in zip(portions, parts, strict=True):
-        if portion.limits is None:
-            continue
-        own = np.maximum(portion.limits, 1)
-        if not node.policies.of(part.taken.key.walk).chunked:
-            if restoring is None:
-                continue
-            own = np.where(restoring[part.begin : part.end], own, _NO_LIMIT)
-        if limits is None:
-            limits = np.full(parts[-1].end, _NO_LIMIT, np.int32)
-        limits[part.begin : part.end] = own
+        own = None if portion.limits is None else np.maximum(portion.limits, 1)
+        if own is not None and not node.policies.of(part.taken.key.walk).chunked:
+            own = None if restoring is None else np.where(restoring[part.begin : part.end], own, _NO_LIMIT)
+        limits.append(own)
     return limits
 
 
@@ -49,11 +44,14 @@ def silent_rows(node: NodeRuntime, step: Step) -> np.ndarray | None:
     return silent
 
 
-def silence(touched: Sequence[Touched], handles: np.ndarray) -> None:
-    """No sampler draws for `handles`, whatever was declared."""
+def silence(touched: Sequence[Touched], rows: Rows, silent: np.ndarray) -> None:
+    """No sampler draws for the step's rows that are `silent` bool [rows], whatever was declared."""
     for item in touched:
         if isinstance(item.step, SamplerStep):
-            draws = ~np.isin(item.rows.handles, handles)
+            if item.rows is rows:
+                draws = ~silent
+            else:
+                draws = ~np.isin(item.rows.handles, rows.handles[silent])
             kept = draws if item.step.kept is None else item.step.kept & draws
             item.step = SamplerStep(item.step.rows, kept)
 

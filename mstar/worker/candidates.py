@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from mstar.engine.chunking import NOT_CHUNKED, ChunkingPolicy
 from mstar.engine.engine import Engine
 from mstar.engine.execution import Step
@@ -50,9 +48,9 @@ class Candidates:
         targets: dict[ReadyKey, SpecTarget] = {}
         for part in cur.parts:
             rows = part.taken.rows
-            if cur.unfinished is not None:
-                ends = ~cur.unfinished[part.begin : part.end]
-                rows = [row for row, end in zip(rows, ends.tolist(), strict=True) if end]
+            if going := cur.unfinished_in(part):
+                others = set(range(len(rows))).difference(going)
+                rows = [rows[place] for place in sorted(others)]
             if unwanted:
                 rows = [row for row in rows if row not in unwanted]
             for target in self._graph.speculate_node(part.taken.key, rows) if rows else ():
@@ -67,8 +65,7 @@ class Candidates:
         unwanted = cur.dropped | declined
         runs: list[Run] = []
         for part in cur.parts:
-            rows = [part.taken.rows[i] for i in np.flatnonzero(cur.unfinished[part.begin : part.end]).tolist()]
-            rows = [row for row in rows if row not in unwanted]
+            rows = [row for i in cur.unfinished_in(part) if (row := part.taken.rows[i]) not in unwanted]
             if rows and (rows := self._graph.carriable(part.taken.key, rows)):
                 runs.extend(self._runs(part.taken.key, rows, part.taken))
         return runs
@@ -83,14 +80,11 @@ class Candidates:
     def _runs(self, key: ReadyKey, rows: list[int], part: TakenRows | None) -> list[Run]:
         chunked = self._policies.get(key, NOT_CHUNKED).chunked
         rebuild = self._rebuilds.get(key.node)
-        if rebuild is not None:
-            restoring = self._engine.restoring(key.node, np.array(rows, np.int64))
-            if restoring.any():
-                flags = restoring.tolist()
-                runs = [Run(key, rebuild, [row for row, flag in zip(rows, flags, strict=True) if flag], True, part)]
-                if rest := [row for row, flag in zip(rows, flags, strict=True) if not flag]:
-                    runs.append(Run(key, key, rest, chunked, part))
-                return runs
+        if rebuild is not None and (restoring := self._engine.restoring(key.node, rows)):
+            runs = [Run(key, rebuild, [row for row in rows if row in restoring], True, part)]
+            if rest := [row for row in rows if row not in restoring]:
+                runs.append(Run(key, key, rest, chunked, part))
+            return runs
         return [Run(key, key, rows, chunked, part)]
 
 

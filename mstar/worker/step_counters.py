@@ -66,15 +66,14 @@ class StepCounters:
         some = columns.lengths < columns.num_prompt
         if step.unfinished is not None:
             some = some | step.unfinished  # what is restored may lie behind the prompt
-        if not some.any():
-            return
-        handles, lengths, spans = columns.handles[some], columns.lengths[some], step.spans[some]
-        ends = np.minimum(lengths + spans, columns.num_prompt[some])
-        before = self._prompt_computed[handles]
-        new = int(np.maximum(ends - np.maximum(lengths, before), 0).sum())
-        self._prompt_computed[handles] = np.maximum(before, ends)
-        self.num_prefill_tokens += new
-        self.num_recomputed_tokens += int(spans.sum()) - new
+        for row in some.nonzero()[0].tolist():
+            handle, length, span = int(columns.handles[row]), int(columns.lengths[row]), int(step.spans[row])
+            before = int(self._prompt_computed[handle])
+            end = min(length + span, int(columns.num_prompt[row]))
+            new = max(end - max(length, before), 0)
+            self._prompt_computed[handle] = max(before, end)
+            self.num_prefill_tokens += new
+            self.num_recomputed_tokens += span - new
 
     def abandoned(self) -> None:
         self.num_abandoned += 1

@@ -245,8 +245,8 @@ class Worker:
         self._stops = self._parts.engine.check_stop(cur)
         for part in cur.parts:
             wished = self._parts.walks.stopping(part.taken.key, part.taken.rows)
-            if wished and cur.unfinished is not None:
-                wished = [i for i in wished if not cur.unfinished[part.begin + i]]
+            if wished and (going := cur.unfinished_in(part)):
+                wished = [i for i in wished if i not in going]
             if wished:
                 loops = self._parts.walks.loops_around(part.taken.key)
                 self._stops.extend((part, StopDecision(np.asarray(wished), loop, finish=False)) for loop in loops)
@@ -327,7 +327,7 @@ class Worker:
         taken = part.taken
         ids = cur.outputs.ids_of(part)
         rows = taken.rows
-        going = set() if cur.unfinished is None else self._unfinished(cur, part).difference(gone)
+        going = {rows[i] for i in cur.unfinished_in(part)}.difference(gone)
         if going or (gone and not gone.isdisjoint(rows)):
             kept = [i for i, row in enumerate(rows) if row not in gone and row not in going]
             lost = [row for row in rows if row in gone and row not in cur.dropped]
@@ -337,19 +337,12 @@ class Worker:
             if waiting:
                 self._parts.graph.give_back(taken.key, [row for row in rows if row in waiting])
             rows = [rows[i] for i in kept]
-            ids = {name: [column[i] for i in kept] for name, column in ids.items()}
+            ids = {name: [column[i] for i in kept] for name, column in ids.items()} if rows else ids
         if rows:
             try:
                 self._parts.graph.complete(taken.key, rows, ids, routed)
             except GraphError as error:
                 self._refuse(cur, rows, error, gone)
-
-    @staticmethod
-    def _unfinished(step: Step, part: StepPart) -> set[int]:
-        """Rows of a part whose run needs further steps."""
-        if step.unfinished is None:
-            return set()
-        return {part.taken.rows[i] for i in np.flatnonzero(step.unfinished[part.begin : part.end]).tolist()}
 
     def _refuse(self, cur: Step, rows: list[int], error: GraphError, gone: set[int]) -> None:
         """What the node made or decided for these rows does not fit its declaration."""

@@ -130,6 +130,7 @@ class MemoryRig:
             "kv.block_table": np.zeros((len(spans), pages), np.int32),
             "kv.kv_lens": np.zeros(len(spans), np.int32),
             "kv.slots": np.zeros(rows.num_tokens, np.int32),
+            "kv.positions": np.zeros(rows.num_tokens, np.int32),
         }
         ctx = StepContext(rows, rows.num_tokens, rows.single, staging, StepShape(len(spans), rows.num_tokens, pages))
         txn = Transaction()

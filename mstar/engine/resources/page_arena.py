@@ -126,11 +126,16 @@ class PageArena:
         self.held[handles] -= counts
         self._outstanding += int((np.maximum(self.promised[handles] - self.held[handles], 0) - before).sum())
 
-    def seal(self, page: int, key: bytes, parent: bytes | None) -> None:
-        """A page that a request owns is full and will not change: others may find it. `parent`: key of the page before.
-        Where another page holds the same already, this one stays private."""
-        if self.index.put(page, key, parent):
-            self.allocator.share(np.array([page]))
+    def seal(self, pages: Sequence[int], keys: Sequence[bytes], parent: bytes | None) -> None:
+        """Consecutive pages of a request are full and will not change: others may find them. `parent`: key of the page
+        before. Where another page holds the same already, this one stays private."""
+        found: list[int] = []
+        for page, key in zip(pages, keys, strict=True):
+            if self.index.put(page, key, parent):
+                found.append(page)
+            parent = key
+        if found:
+            self.allocator.share(np.array(found))
 
     def forget(self, handle: int, pages: np.ndarray) -> None:
         """The handle gives up its promise and its pages, given in the order of its tokens. What is indexed stays as

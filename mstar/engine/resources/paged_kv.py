@@ -2,7 +2,8 @@
 
 Control plane (loop thread): pages and lengths per handle, all by columns; what requests hold between steps is
 `holdings`. Data plane (executor): the page tensors, and the device operations ordered for them. It computes no
-attention: `Attention` does, over the fields staged here (`<key>.block_table`, `.kv_lens`, `.slots`).
+attention: `Attention` does, over the fields staged here (`<key>.block_table`, `.kv_lens`, `.slots`), and `Positions` at
+`.positions`.
 """
 
 from __future__ import annotations
@@ -156,6 +157,8 @@ class PagedKV(Resource[KVStep]):
         lengths = self.lengths[handles]
         table = ctx.staging[self.key + ".block_table"]
         table[:n] = self.streams.table[handles, : table.shape[1]]
+        positions = lengths if ctx.single else token_positions(lengths, spans)
+        ctx.staging[self.key + ".positions"][: ctx.num_tokens] = positions
         slots = ctx.staging[self.key + ".slots"]
         if not step.write:
             ctx.staging[self.key + ".kv_lens"][:n] = lengths
@@ -163,11 +166,8 @@ class PagedKV(Resource[KVStep]):
             return KVFacts(False, lengths)
         ends = lengths + spans
         ctx.staging[self.key + ".kv_lens"][:n] = ends
-        if ctx.single:
-            slots[:n] = self.streams.slots(handles, lengths)
-        else:
-            positions = token_positions(lengths, spans)
-            slots[: ctx.num_tokens] = self.streams.slots(np.repeat(handles, spans), positions)
+        token_handles = handles if ctx.single else np.repeat(handles, spans)
+        slots[: ctx.num_tokens] = self.streams.slots(token_handles, positions)
         return KVFacts(True, ends)
 
     def capturable(self, plan: KVFacts, captured: KVFacts) -> bool:
@@ -201,6 +201,7 @@ class PagedKV(Resource[KVStep]):
             StagingField(self.key + ".block_table", "int32", "row", 0, self._table_width),
             StagingField(self.key + ".kv_lens", "int32", "row", 1),
             StagingField(self.key + ".slots", "int32", "token", 0),
+            StagingField(self.key + ".positions", "int32", "token", 0),
         )
 
     def drain_work(self) -> Sequence[Work]:

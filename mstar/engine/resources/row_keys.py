@@ -51,6 +51,19 @@ class RowKeys:
             self._configs[handle] = config, root
             self._sealable[handle] = _ANY_NUMBER
 
+    def has_keys(self, handle: int) -> bool:
+        """Pages of its prompt may be shared."""
+        return bool(self._keys.get(handle))
+
+    def seals_drawn(self, handle: int) -> bool:
+        """Pages with tokens that it draws may be shared."""
+        return handle in self._configs
+
+    def key(self, handle: int, num_pages: int) -> bytes | None:
+        """The key of the last of the row's first `num_pages` (one at least); None: it has none, or not yet."""
+        keys = self._keys.get(handle)
+        return None if keys is None or num_pages > len(keys) else keys[num_pages - 1]
+
     def match(self, handle: int, num_tokens: int) -> np.ndarray:
         """Indexed pages that go on behind the row's own, none of them past its first `num_tokens`: int32."""
         keys = self._keys.get(handle)
@@ -83,9 +96,9 @@ class RowKeys:
         keys = self._keys[handle]
         if num_full > len(keys):
             self._extend(handle, keys, num_full)
-        for index in range(int(self._sealed[handle]), num_full):
-            page = int(self._streams.table[handle, index])
-            self._arena.seal(page, keys[index], keys[index - 1] if index else None)
+        begin = int(self._sealed[handle])
+        pages = self._streams.table[handle, begin:num_full].tolist()
+        self._arena.seal(pages, keys[begin:num_full], keys[begin - 1] if begin else None)
         self._sealed[handle] = num_full
 
     def _extend(self, handle: int, keys: list[bytes], num_pages: int) -> None:

@@ -302,7 +302,7 @@ def test_tokens_are_those_of_undisturbed_rows(host: int, reuse: bool):
         assert not memory.reclaimable(handle, "kv")
         assert memory.resume(handle)
         rows = np.array([handle])
-        while rig.engine.restoring("LLM", rows).any():
+        while rig.engine.restoring("LLM", rows.tolist()):
             rig.chunk("decode", {handle: 5})
         for _ in range(3):
             rig.decode(handle)

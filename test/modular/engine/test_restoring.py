@@ -43,14 +43,14 @@ def test_a_row_that_decodes_gets_its_cache_back():
     rows = np.array([0])
     draws, live = int(rig.sampler.columns.num_draws[0]), int(rig.sampler.live[0])
     for left in (11, 6, 1):  # eight of the prompt, three drawn; the fourth is not in the cache yet
-        assert rig.engine.restoring(NODE, rows).tolist() == [True]
+        assert rig.engine.restoring(NODE, rows.tolist()) == {0}
         assert rig.engine.pending_tokens(NODE, "decode", rows).tolist() == [left]
         step = rig.chunk("decode", {0: 5})
         assert step.unfinished is not None and step.unfinished.tolist() == [True]
         assert rig.engine.check_stop(step) == []
         ids = step.outputs.ids["hidden"]
         assert ids is not None and ids.tolist() == [0] and rig.store.num_live == 0
-    assert rig.engine.restoring(NODE, rows).tolist() == [False]
+    assert not rig.engine.restoring(NODE, rows.tolist())
     assert rig.engine.pending_tokens(NODE, "decode", rows).tolist() == [1]
     assert (int(rig.sampler.columns.num_draws[0]), int(rig.sampler.live[0])) == (draws, live)
     for _ in range(4):
