@@ -22,7 +22,7 @@ from mstar.platforms import host
 logger = logging.getLogger(__name__)
 
 _SOURCES = ("linear.cpp", "rows.cpp", "attention.cpp", "pool.cpp", "replay.cpp")
-_HEADERS = ("vector.h", "panel.h", "pool.h", "tile.h")
+_HEADERS = ("vector.h", "panel.h", "pool.h", "softmax.h", "tile.h")
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden", "-w")
 _TIMEOUT_S = 120.0
