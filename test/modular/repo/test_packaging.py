@@ -19,7 +19,7 @@ from support.server import running
 import mstar
 
 # Imported under another name than the distribution's.
-IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}
+IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client", "pillow": "PIL"}
 # Needed without being imported by the package.
 INDIRECT = {
     "jinja2": "transformers imports it to render chat templates",
