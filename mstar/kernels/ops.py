@@ -16,96 +16,77 @@ Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view
     embedding(ids, table, out=None)                                     table: Tensor or PackedLinear (tied weights)
     rms_norm(x, weight, eps, out=None, zero_centered=False)             any leading shape; out may be x
     fused_add_rms_norm(x, residual, weight, eps, zero_centered=False)   residual += x; x = rms_norm(residual); in place
-    rope(qkv, positions, cos, sin, num_heads, head_dim)                 in place, first num_heads heads
+    rope(qkv, positions, cos, sin, num_heads, head_dim, axes=None)      in place, first num_heads heads
     write_kv(k, v, k_pages, v_pages, slots)
-    rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads)   rope and write_kv in one pass
+    rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes=None)      both in one pass
     paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, out=None, causal=True)
     silu_and_mul(gate_up, out=None)                                     [tokens, 2w] -> [tokens, w]
+    sigmoid_mul(x, gate)                                                x *= sigmoid(gate); in place
+    gated_rms_norm(x, z, weight, eps, out=None)                         rms_norm per head, times silu(z); out may be x
+    gated_delta(qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads,
+                out=None)                                               convolution and gated delta rule over states
+    pack_experts(weight)                                                -> PackedExperts, once at load
+    router_top_k(logits, k)                                             -> (ids int32, weights fp32), [tokens, k]
+    moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus=None, out=None)      experts' gated MLPs, weighted sum
     greedy(logits, out=None)                                            [rows, vocab] -> int32 [rows]
     record(forward)                                                     -> (Tape, what forward returned)
 
 Shapes: ``k_pages, v_pages [pages, page_size, kv_heads, head_dim]``, ``block_table int32 [rows, max_pages]``,
-``slots int32 [tokens]`` (page × page_size + offset, negative writes nothing), ``positions int32 [tokens]``,
+``slots int32 [tokens]`` (page × page_size + offset, negative writes nothing), ``positions int32 [tokens]`` (with
+``axes int32 [rotary_dim / 2]`` int32 [tokens, 3]: frequency ``i`` turns by the token's position ``axes[i]``),
 ``cos, sin fp32 [max_pos, rotary_dim / 2]``, ``kv_lens int32 [rows]`` counts the keys of a row including the ones this
 step wrote, ``q_starts int32 [rows + 1]``. Activations and weights are bf16 or fp32, one dtype per call.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
-from mstar import envs
 from mstar.kernels import reference
-from mstar.kernels.cpu import build
-from mstar.kernels.cpu.library import Library
-from mstar.kernels.cpu.native import NativeKernels
+from mstar.kernels.experts import moe_mlp, pack_experts, router_top_k
+from mstar.kernels.linear_attention import gated_delta, gated_rms_norm
 from mstar.kernels.packed import PackedLinear
-from mstar.kernels.tape import RecordError, Tape
+from mstar.kernels.selection import (
+    compiled,
+    compiled_for,
+    compiled_to_pack,
+    record,
+    refuse_recording,
+    select_kernels,
+    use_kernels,
+)
 
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
-_native: NativeKernels | None = None
-_selected: str | None = None
-_COMPILED = frozenset({torch.bfloat16, torch.float32})
-
-
-def select_kernels(choice: str | None = None) -> str:
-    """Choose the kernels of this process and return the kind in use, ``native`` or ``torch``.
-
-    ``auto`` compiles the CPU kernels if it can and falls back to torch with one log line; ``native`` raises
-    `BuildError` instead of falling back. Without a choice the environment's (`mstar.envs.CPU_KERNELS`) holds.
-    Weights packed before a change of kind keep working with the kind they were packed for.
-    """
-    choice = choice or envs.CPU_KERNELS.get()
-    if choice not in ("auto", "native", "torch"):
-        raise ValueError(f"kernels must be auto, native or torch, not {choice!r}")
-    native = None
-    if choice != "torch":
-        try:
-            native = NativeKernels(Library(build.load_or_build(envs.CACHE_DIR.get())))
-        except (build.BuildError, OSError) as error:
-            if choice == "native":
-                raise
-            logger.warning("CPU kernels fall back to torch, several times slower: %s", error)
-    return use_kernels(native)
-
-
-def use_kernels(native: NativeKernels | None) -> str:
-    """Make these kernels, or without them torch, the process's; returns the kind. `select_kernels` chooses them."""
-    global _native, _selected
-    _native, _selected = native, "torch" if native is None else "native"
-    return _selected
-
-
-def record(forward: Callable[[], T]) -> tuple[Tape, T]:
-    """Run ``forward`` once and return its operations as a `Tape`, with what it returned.
-
-    ``tape.replay()`` then repeats them without the forward's Python, into the same returned tensors. Stretches of
-    operations of this module cost one call; any other torch operation costs what it costs eagerly. Cheap: one run.
-
-    Raises:
-        RecordError: the forward read values of tensors in Python, or the process runs the torch kernels.
-    """
-    if _native is None:
-        raise RecordError("the torch kernels cannot be recorded")
-    return _native.library.record(forward)
+__all__ = [
+    "select_kernels",
+    "use_kernels",
+    "record",
+    "pack_linear",
+    "linear",
+    "embedding",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "rope",
+    "write_kv",
+    "rope_write_kv",
+    "paged_attend",
+    "silu_and_mul",
+    "sigmoid_mul",
+    "gated_delta",
+    "gated_rms_norm",
+    "pack_experts",
+    "moe_mlp",
+    "router_top_k",
+    "greedy",
+]
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
     """Lay ``weight`` ``[out_features, in_features]`` out for `linear`. The argument may be freed afterwards."""
     if weight.dim() != 2:
         raise ValueError(f"a linear weight has 2 dimensions, not {tuple(weight.shape)}")
-    if _selected is None:
-        select_kernels()
-    if _native is not None and _compiled(weight):
-        return _native.pack_linear(weight, bias)
+    if compiled_to_pack() is not None and (native := compiled_for(weight)) is not None:
+        return native.pack_linear(weight, bias)
     wide_bias = None if bias is None else bias.float()
     return PackedLinear(weight, wide_bias, weight.shape[0], weight.shape[1], weight.dtype, 0)
 
@@ -115,8 +96,8 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None, out_dtype
 
     ``out_dtype`` may ask a bf16 product for fp32 results (logits); ``out`` decides by its own dtype.
     """
-    if packed.block and _native is not None:
-        return _native.linear(x, packed, out, out_dtype)
+    if packed.block and (native := compiled()) is not None:
+        return native.linear(x, packed, out, out_dtype)
     wanted = out.dtype if out is not None else (out_dtype or x.dtype)
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
     return _into(out, reference.linear(x, packed.matrix(), bias, wanted))
@@ -124,18 +105,18 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None, out_dtype
 
 def embedding(ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None = None) -> Tensor:
     """Rows ``ids`` (int32 or int64, ``[tokens]``) of a table or of a packed output layer that shares its weights."""
-    packed = isinstance(table, PackedLinear)
-    if _native is not None and ids.is_cpu and (table.block > 0 if packed else _compiled(table)):
-        result = _native.embedding(ids, table, out)
+    native = compiled() if isinstance(table, PackedLinear) else compiled_for(table)
+    if native is not None and ids.is_cpu and (not isinstance(table, PackedLinear) or table.block > 0):
+        result = native.embedding(ids, table, out)
         if result is not NotImplemented:
             return result
-    return _into(out, reference.embedding(ids, table.matrix() if packed else table))
+    return _into(out, reference.embedding(ids, table.matrix() if isinstance(table, PackedLinear) else table))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, zero_centered: bool = False) -> Tensor:
     """Root-mean-square norm over the last dimension; ``zero_centered`` scales by ``1 + weight``."""
-    if _native is not None and _compiled(x):
-        result = _native.norm(x, None, weight, eps, out, zero_centered)
+    if (native := compiled_for(x)) is not None:
+        result = native.norm(x, None, weight, eps, out, zero_centered)
         if result is not NotImplemented:
             return result
     return _into(out, reference.rms_norm(x, weight, eps, zero_centered))
@@ -143,30 +124,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, z
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """``residual += x`` (rounded to its dtype), then ``x = rms_norm(residual)``; both in place, returns ``x``."""
-    if _native is not None and _compiled(x):
-        result = _native.norm(x, residual, weight, eps, x, zero_centered)
+    if (native := compiled_for(x)) is not None:
+        result = native.norm(x, residual, weight, eps, x, zero_centered)
         if result is not NotImplemented:
             return result
     residual += x
     return x.copy_(reference.rms_norm(residual, weight, eps, zero_centered))
 
 
-def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: int, head_dim: int) -> Tensor:
+def rope(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    head_dim: int,
+    axes: Tensor | None = None,
+) -> Tensor:
     """Rotate the first ``num_heads`` heads of ``qkv [tokens, width]`` in place: the queries, then the keys.
 
     A table with ``cos.shape[1] < head_dim / 2`` rotates only the first ``2 * cos.shape[1]`` entries of each head.
     """
-    if _native is not None and _compiled(qkv):
-        result = _native.rope(qkv, positions, cos, sin, num_heads, head_dim)
+    if axes is None and (native := compiled_for(qkv)) is not None:
+        result = native.rope(qkv, positions, cos, sin, num_heads, head_dim)
         if result is not NotImplemented:
             return result
-    reference.rope(qkv, positions, cos, sin, num_heads, head_dim)
+    reference.rope(qkv, positions, cos, sin, num_heads, head_dim, axes)
     return qkv
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Store ``k[t]``, ``v[t]`` ``[tokens, kv_heads, head_dim]`` (may be views of a packed qkv) at ``slots[t]``."""
-    if _native is not None and _compiled(k) and _native.write_kv(k, v, k_pages, v_pages, slots) is not NotImplemented:
+    native = compiled_for(k)
+    if native is not None and native.write_kv(k, v, k_pages, v_pages, slots) is not NotImplemented:
         return
     reference.write_kv(k, v, k_pages, v_pages, slots)
 
@@ -180,14 +170,15 @@ def rope_write_kv(
     k_pages: Tensor,
     v_pages: Tensor,
     num_q_heads: int,
+    axes: Tensor | None = None,
 ) -> Tensor:
     """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of keys and values."""
-    if _native is not None and _compiled(qkv):
-        result = _native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads)
+    if axes is None and (native := compiled_for(qkv)) is not None:
+        result = native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads)
         if result is not NotImplemented:
             return result
     num_kv_heads, head_dim = k_pages.shape[2], k_pages.shape[3]
-    reference.rope(qkv, positions, cos, sin, num_q_heads + num_kv_heads, head_dim)
+    reference.rope(qkv, positions, cos, sin, num_q_heads + num_kv_heads, head_dim, axes)
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     reference.write_kv(heads[:, num_q_heads:-num_kv_heads], heads[:, -num_kv_heads:], k_pages, v_pages, slots)
     return qkv
@@ -213,36 +204,36 @@ def paged_attend(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if _native is not None and _compiled(q):
-        result = _native.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
+    if (native := compiled_for(q)) is not None:
+        result = native.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
         if result is not NotImplemented:
             return out
-    if _native is not None and _native.library.is_recording:  # the reference reads lengths in Python
-        raise RecordError("paged_attend has no compiled kernel for these tensors")
+    refuse_recording("paged_attend")  # the reference reads lengths in Python
     reference.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
     return out
 
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` of a packed ``[tokens, gate | up]``."""
-    if _native is not None and _compiled(gate_up):
-        result = _native.silu_and_mul(gate_up, out)
+    if (native := compiled_for(gate_up)) is not None:
+        result = native.silu_and_mul(gate_up, out)
         if result is not NotImplemented:
             return result
     return _into(out, reference.silu_and_mul(gate_up))
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x *= sigmoid(gate)``, in place. ``gate`` is ``[tokens, width]`` as ``x``, or ``[tokens, 1]`` for all of it."""
+    return x.copy_(reference.sigmoid_mul(x, gate))
+
+
 def greedy(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """Largest logit of each row as int32, the lowest index on ties; a row with NaN gives its first NaN."""
-    if _native is not None and _compiled(logits):
-        result = _native.greedy(logits, out)
+    if (native := compiled_for(logits)) is not None:
+        result = native.greedy(logits, out)
         if result is not NotImplemented:
             return result
     return _into(out, reference.greedy(logits))
-
-
-def _compiled(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype in _COMPILED
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`PackedLinear`: the weights of one linear map in the layout its kernel reads.
+"""`PackedLinear`, `PackedExperts`: the weights of linear maps in the layout their kernels read.
 
 Built once at load, on the loading thread; read by forwards. Must not keep the checkpoint's tensor alive when the
 layout is another one: on a CPU the weights are the memory.
@@ -34,3 +34,24 @@ class PackedLinear:
             return self.data
         columns = self.data.transpose(1, 2).contiguous().view(self.dtype)  # [groups, block, padded in]
         return columns.flatten(0, 1)[: self.out_features, : self.in_features]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """Weights of one linear map per expert, without bias. Made by `mstar.kernels.ops.pack_experts`.
+
+    ``data`` is ``[experts, ...]``, for each expert as `PackedLinear.data`.
+    """
+
+    data: Tensor
+    num_experts: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    block: int
+
+    def matrix(self, expert: int) -> Tensor:
+        """``[out_features, in_features]`` of one expert; a copy when it is packed."""
+        return PackedLinear(
+            self.data[expert], None, self.out_features, self.in_features, self.dtype, self.block
+        ).matrix()

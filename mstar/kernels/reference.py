@@ -33,16 +33,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     return functional.linear(x.to(out_dtype), weight.to(out_dtype), wide_bias)
 
 
-def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: int, head_dim: int) -> None:
+def rope(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    head_dim: int,
+    axes: Tensor | None = None,
+) -> None:
     """Rotate-half rotary embedding, in place, of the first ``num_heads`` heads of ``qkv`` ``[tokens, width]``.
 
     The rotated part of a head is its first ``2 * cos.shape[1]`` entries: ``(a, b) -> (a·cos - b·sin, b·cos + a·sin)``
-    with ``a`` the first and ``b`` the second half of that part.
+    with ``a`` the first and ``b`` the second half of that part. Frequency ``i`` takes the angle of the token's
+    position or, with ``axes``, of its position ``axes[i]`` of several (``positions [tokens, axes]``).
     """
     tokens, half = qkv.shape[0], cos.shape[1]
     heads = qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
     index = positions[:tokens].long()
-    c, s = cos[index].unsqueeze(1), sin[index].unsqueeze(1)  # [tokens, 1, half]
+    if axes is None:
+        c, s = cos[index], sin[index]  # [tokens, half]
+    else:
+        rows, columns = index[:, axes.long()], torch.arange(half, device=cos.device)
+        c, s = cos[rows, columns], sin[rows, columns]
+    c, s = c.unsqueeze(1), s.unsqueeze(1)
     a, b = heads[..., :half].float(), heads[..., half : 2 * half].float()
     rotated = (a * c - b * s).to(qkv.dtype), (b * c + a * s).to(qkv.dtype)  # in fp32, a and b are views of the heads
     heads[..., :half], heads[..., half : 2 * half] = rotated
@@ -102,6 +116,21 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up`` ``[tokens, 2 * width]`` holding the gate in its first half."""
     gate, up = gate_up.float().chunk(2, -1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``."""
+    return (x.float() * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Plain `rms_norm` of each head of ``x [tokens, heads * dim]`` (``weight [dim]``), times ``silu(z)``.
+
+    The norm rounds as `rms_norm` does, the product once more, as the gated delta nets of the Qwen family do.
+    """
+    heads = x.unflatten(-1, (-1, weight.shape[0]))
+    normalized = rms_norm(heads, weight, eps, False).flatten(1)
+    return (normalized.float() * functional.silu(z.float())).to(x.dtype)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

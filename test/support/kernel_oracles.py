@@ -57,6 +57,17 @@ def silu_and_mul(gate_up: Tensor) -> Expected:
     return Expected(value, value.abs() * (ROUNDING[gate_up.dtype] + 2.0**-20) + 1e-30)
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Expected:
+    value = x.double() / (1 + torch.exp(-gate.double()))
+    return Expected(value, value.abs() * (ROUNDING[x.dtype] + 2.0**-20) + 1e-30)
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Expected:
+    heads = x.unflatten(-1, (-1, weight.shape[0]))
+    value = rms_norm(heads, weight, eps, False).value.view(x.shape) * z.double() / (1 + torch.exp(-z.double()))
+    return Expected(value, value.abs() * (3 * ROUNDING[x.dtype] + 2.0**-19) + 1e-30)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Expected:
     """One row: `q [q_len, heads, dim]` over `k, v [kv_len, kv_heads, dim]`; the last query sees every key.
 

@@ -64,7 +64,7 @@ class LayerAttention:
         return out
 
     def _rotate_queries(self, qkv: Tensor, rotary: RotaryHandle) -> None:
-        ops.rope(qkv, rotary.positions, rotary.cos, rotary.sin, self._num_heads, self._head_dim)
+        ops.rope(qkv, rotary.positions, rotary.cos, rotary.sin, self._num_heads, self._head_dim, rotary.axes)
 
 
 class Attention(Resource[AttentionStep]):

@@ -53,7 +53,8 @@ class AttentionMeta(NamedTuple):
 
 
 class AttentionBackend(Protocol):
-    """See the module docstring. `qkv` is packed `[tokens, (heads + 2 kv_heads) * head_dim]`."""
+    """See the module docstring. `qkv` is packed `[tokens, (heads + 2 kv_heads) * head_dim]`; it may be
+    columns of a wider projection."""
 
     name: str
 
@@ -98,7 +99,8 @@ class TorchReference:
     ) -> None:
         num_kv_heads, head_dim = pages.k.shape[2:]
         if rotary is not None:
-            reference.rope(qkv, rotary.positions, rotary.cos, rotary.sin, num_heads + num_kv_heads, head_dim)
+            num_rotated = num_heads + num_kv_heads
+            reference.rope(qkv, rotary.positions, rotary.cos, rotary.sin, num_rotated, head_dim, rotary.axes)
         k, v = _keys_and_values(qkv, num_kv_heads, head_dim)
         reference.write_kv(k, v, pages.k, pages.v, meta.slots)
 
@@ -126,7 +128,9 @@ class PagedKernels:
         self, qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
     ) -> None:
         if rotary is not None:
-            ops.rope_write_kv(qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads)
+            ops.rope_write_kv(
+                qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes
+            )
             return
         k, v = _keys_and_values(qkv, *pages.k.shape[2:])
         ops.write_kv(k, v, pages.k, pages.v, meta.slots)
