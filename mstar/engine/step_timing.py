@@ -6,9 +6,11 @@ as a served step does; what was opened is closed again, and nothing is published
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +22,8 @@ from mstar.engine.resources.base import OpenConfig
 from mstar.engine.step_cost import StepCost
 from mstar.graph.protocol import LIVE_COLUMN, ReadyKey, TakenRows
 
-SMALL, LARGE, FAR_TOKENS = 16, 128, 64
-"""Tokens of the chunks that are timed: two sizes near the begin of a prompt, one far behind it."""
+SMALL, LARGE, FAR_LARGE = 16, 128, 64
+"""Tokens of the chunks that are timed: two sizes near the begin of a prompt, and `SMALL` and `FAR_LARGE` far behind."""
 FAR_START = 4096
 DECODE_ROWS = 8
 ROUNDS = 6
@@ -39,8 +41,13 @@ class DecodeWalk(NamedTuple):
 
 class _Chunk(NamedTuple):
     tokens: int
-    pairs: float
+    start: int
     seconds: float
+
+    @property
+    def factors(self) -> tuple[float, float, float, float]:
+        """What `base_s`, `token_s`, `context_s` and `pair_s` are taken times."""
+        return 1.0, self.tokens, self.start, self.tokens * (self.start + self.tokens / 2)
 
 
 class _Unmeasured(Exception):
@@ -86,16 +93,14 @@ class _Timing:
             raise _Unmeasured
         streams = self._open_streams() if self._decode is not None else []
         far = self._open_far(most)
-        chunks: dict[int, list[_Chunk]] = defaultdict(list)
+        chunks: dict[tuple[int, int], list[_Chunk]] = defaultdict(list)
         decode: dict[int, list[float]] = defaultdict(list)
         for round_ in range(ROUNDS):
             if round_ == 1:  # the first round found cold memory
                 chunks.clear()
                 decode.clear()
-            chunks[small].append(self._chunk(NEAR, small))
-            chunks[large].append(self._chunk(NEAR, large))
-            if far:
-                chunks[-FAR_TOKENS].append(self._chunk(FAR, FAR_TOKENS))
+            for handle, tokens in ((NEAR, small), (NEAR, large), *(((FAR, SMALL), (FAR, FAR_LARGE)) if far else ())):
+                chunks[handle, tokens].append(self._chunk(handle, tokens))
             try:
                 for rows in {1, len(streams)} if streams else ():
                     decode[rows].append(self._decode_once(streams[:rows]))
@@ -103,12 +108,13 @@ class _Timing:
                 streams = []
             if round_ and time.monotonic() > self._deadline:
                 break
-        base_s, token_s, pair_s = _solve([_typical(found) for found in chunks.values()])
+        terms = _solve([_typical(found) for found in chunks.values()])
         if not streams:
-            return StepCost(base_s, token_s, pair_s, base_s, token_s)
+            base_s, token_s = terms[:2]
+            return StepCost(*terms, base_s, token_s)
         one, all_rows = _quartile(decode[1]), _quartile(decode[len(streams)])
         row_s = max(0.0, all_rows - one) / max(1, len(streams) - 1)
-        return StepCost(base_s, token_s, pair_s, max(0.0, one - row_s), row_s)
+        return StepCost(*terms, max(0.0, one - row_s), row_s)
 
     def _open_streams(self) -> list[int]:
         """Requests that have drawn their first token. Raises `_Unmeasured`."""
@@ -120,8 +126,8 @@ class _Timing:
 
     def _open_far(self, most: int) -> bool:
         """A request whose cache claims much more than the near one's will hold. False: there is no room for one."""
-        length = min(most, FAR_START + ROUNDS * FAR_TOKENS + 1)
-        start = length - ROUNDS * FAR_TOKENS - 1
+        length = min(most, FAR_START + ROUNDS * (SMALL + FAR_LARGE) + 1)
+        start = length - ROUNDS * (SMALL + FAR_LARGE) - 1
         if start < 4 * ROUNDS * (SMALL + LARGE) // 2 or not self._open(FAR, length, 1):
             return False
         self._engine.skip(self._arm([self._portion(FAR, start)]))
@@ -133,7 +139,7 @@ class _Timing:
 
     def _chunk(self, handle: int, tokens: int) -> _Chunk:
         start = int(self._engine.lengths(self._chunks.node, np.array([handle], np.int64))[0])
-        return _Chunk(tokens, tokens * (start + tokens / 2), self._run([self._portion(handle, tokens)]))
+        return _Chunk(tokens, start, self._run([self._portion(handle, tokens)]))
 
     def _portion(self, handle: int, tokens: int) -> Portion:
         return Portion(_rows(self._chunks, [handle], ()), np.array([tokens], np.int32))
@@ -190,14 +196,18 @@ def _quarter(count: int) -> int:
     return (count - 1) // 4
 
 
-def _solve(groups: Sequence[_Chunk]) -> tuple[float, float, float]:
-    """`base_s`, `token_s`, `pair_s` of seconds = base + tokens·token + pairs·pair: as many equations as unknowns. What
-    comes out below zero is noise, and counts as zero."""
-    columns = [[1.0, chunk.tokens, chunk.pairs][: len(groups)] for chunk in groups]
-    found = np.linalg.solve(np.array(columns), np.array([chunk.seconds for chunk in groups])).tolist()
-    pair_s = max(0.0, found[2]) if len(found) > 2 else 0.0
-    small, large = groups[0], groups[1]
-    slope = (large.seconds - small.seconds - pair_s * (large.pairs - small.pairs)) / (large.tokens - small.tokens)
-    token_s = max(LEAST_TOKEN_S, slope)
-    base_s = max(0.0, small.seconds - small.tokens * token_s - small.pairs * pair_s)
-    return base_s, token_s, pair_s
+def _solve(groups: Sequence[_Chunk]) -> tuple[float, float, float, float]:
+    """`base_s`, `token_s`, `context_s` and `pair_s` with the least relative errors, none below zero: what would be is
+    noise, and counts as zero. Chunks near the begin alone tell the first two, and the others are zero."""
+    seconds = np.array([chunk.seconds for chunk in groups])
+    factors = np.array([chunk.factors for chunk in groups]) / seconds[:, None]
+    best, least = np.zeros(4), math.inf
+    for size in range(1, min(4, len(groups)) + 1):
+        for terms in map(list, combinations(range(4 if len(groups) > 2 else 2), size)):
+            found = np.linalg.lstsq(factors[:, terms], np.ones(len(groups)), rcond=None)[0]
+            error = float(np.square(factors[:, terms] @ found - 1).sum())
+            if found.min() >= 0 and error < least:
+                best, least = np.zeros(4), error
+                best[terms] = found
+    base_s, token_s, context_s, pair_s = best.tolist()
+    return base_s, max(LEAST_TOKEN_S, token_s), context_s, pair_s

@@ -41,6 +41,8 @@ def describe_cost(node: str, cost: StepCost, most: int) -> str:
     alone = ChunkBudget(most, cost, 0, 0, 0).cut(0, most, 1)
     beside = ChunkBudget(most, cost, rows, rows, 0).cut(0, most, 1)
     far = f", {1e3 * 1024 * cost.pair_s:.3g} ms more for each 1,024 before it" if cost.pair_s else ""
+    if cost.context_s:
+        far += f", and {1e3 * 1024 * cost.context_s:.3g} ms for each 1,024 before a chunk"
     return (
         f"{node}: {rows} streams decode in {1e3 * cost.decode_s(rows, 0):.3g} ms; a step with prompts takes "
         f"{1e3 * cost.base_s:.3g} ms and {1e3 * cost.token_s:.3g} ms for each token{far}; it computes "

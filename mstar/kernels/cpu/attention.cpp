@@ -1,21 +1,28 @@
 // Attention of each row's queries over its pages, with a running softmax over tiles of TILE keys.
 //
-// A query's result depends on its own row only: tiles are cut at multiples of TILE from the row's first key, taken in
-// order, and a query stops at its last visible key. Decode and prefill of any length give the same bits.
+// A query's result depends on its own row only. It is defined over segments of SEGMENT keys, counted from the row's
+// first key: a running softmax of its own in each, over tiles in order up to the query's last visible key, and the
+// segments' results folded one after the other. Decode and prefill of any length give the same bits, and the segments
+// of a long row can be computed by several threads.
 #include <algorithm>
-#include <limits>
+#include <atomic>
 #include <type_traits>
 #include <vector>
 
 #include "pool.h"
-#include "tile.h"
+#include "softmax.h"
 
 namespace mstar {
 namespace {
 
-constexpr int64_t MAX_QUERIES = 48;  // query vectors that share one packing of a tile
-constexpr int64_t GRAIN = 1 << 16;      // products that are worth another thread
-constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr int64_t SEGMENT = 512;         // a multiple of TILE
+constexpr int64_t MAX_QUERIES = 96;      // query vectors of a head that share one packing of a tile
+constexpr int64_t FEW_QUERIES = 24;      // to pack a tile for these and again for others may pay
+constexpr int64_t MAX_HEADS = 4;         // heads that a task takes together: their keys lie side by side in memory
+constexpr int64_t PACKING = 12;          // what packing a key costs, in queries that meet it
+constexpr int64_t TASKS_PER_THREAD = 4;  // tasks that weigh more than one of so many equal shares are split
+constexpr int64_t LATE_QUERIES = 12;     // so many per tile and head cover the fetching of the next tile
+constexpr int64_t GRAIN = 1 << 16;       // products that are worth another thread
 
 // The arguments of the call, in order.
 template <class T> struct Call {
@@ -33,18 +40,27 @@ template <class T> struct Call {
     }
 };
 
-// Tokens [first, end) of a row's queries with one kv head's share of the heads, over keys [0, keys).
+// Tokens [first, end) of a row's queries with the share of kv heads [head, head_end) of the heads, over keys
+// [begin, keys): of all segments, or of one of them, whose results lie in `partials` then.
 struct Task {
-    int64_t row, first, end, kv_head, keys;
+    int64_t row, first, end, head, head_end, begin, keys, split;  // split: index of its `Split`, or -1
+
+    int64_t tokens() const { return end - first; }
 };
 
-template <class T> void find_tile(const Call<T>& c, const Task& task, int64_t start, Tile<T>& tile) {
+// What the tasks of the segments of some queries share: where their results lie, one after the other, and how many
+// tasks are still to come. Who ends last folds them.
+struct Split {
+    int64_t offset, segments;
+};
+
+template <class T> void find_tile(const Call<T>& c, const Task& task, int64_t head, int64_t start, Tile<T>& tile) {
     const int32_t* page = c.block_table + task.row * c.max_pages + start / c.page_size;
     const int64_t step = c.kv_heads * c.dim;
     tile.present = task.keys - start < TILE ? task.keys - start : TILE;
     int64_t offset = start % c.page_size;
     for (int64_t j = 0; j < tile.present; page++, offset = 0) {
-        int64_t at = ((*page * c.page_size + offset) * c.kv_heads + task.kv_head) * c.dim;
+        int64_t at = ((*page * c.page_size + offset) * c.kv_heads + head) * c.dim;
         for (; offset < c.page_size && j < tile.present; offset++, j++, at += step) {
             tile.keys[j] = c.k_pages + at;
             tile.values[j] = c.v_pages + at;
@@ -52,40 +68,26 @@ template <class T> void find_tile(const Call<T>& c, const Task& task, int64_t st
     }
 }
 
-// Scores of `keys` keys -> probabilities, those of the other keys of the tile zero. Returns by how much sums of earlier
-// tiles shrink.
-template <class T> float soften(float* scores, T* probs, int64_t keys, float scale, float& top, float& total) {
-    for (int64_t j = keys; j < TILE; j++) scores[j] = LOWEST;
-    vf lanes = splat(LOWEST);
-    for (int64_t j = 0; j < TILE; j += VW) {
-        const vf s = load<vf>(scores + j) * scale;
-        lanes = s > lanes ? s : lanes;
-    }
-    const float tile_top = largest(lanes), high = tile_top > top ? tile_top : top;
-    vf mass{};
-    for (int64_t j = 0; j < TILE; j += VW) {
-        const vf p = exp(load<vf>(scores + j) * scale - high);
-        mass += p;
-        store_vector(probs + j, p);
-    }
-    const float shrink = std::exp(top - high);
-    total = total * shrink + sum(mass);
-    top = high;
-    return shrink;
-}
+// Sizes that follow from a task.
+template <class T> struct Extent {
+    int64_t group, words, width, padded_dim, queries, heads;
+
+    Extent(const Call<T>& c, const Task& task)
+        : group(c.heads / c.kv_heads), words((c.dim + WORD<T> - 1) / WORD<T>), width(words * WORD<T>),
+          padded_dim((c.dim + VW - 1) / VW * VW), queries(task.tokens() * group), heads(task.head_end - task.head) {}
+    int64_t running_size() const { return Running::size(queries * heads, padded_dim); }
+};
 
 // One thread's buffers for a task.
 template <class T> struct Buffers {
     uint32_t *keys, *values;
-    T* q;           // [queries][width]
-    float* sums;    // [queries][padded_dim]
-    float* scores;  // [queries][TILE]
-    T* probs;       // [queries][TILE]
-    float* top;     // [queries] largest score so far
-    float* total;   // [queries] sum of exp(score - top)
+    T* q;           // [heads][queries][width]
+    float* scores;  // [MR][TILE]
+    T* probs;       // [MR][TILE]
+    float* running[2];
     T* zeros;       // [padded_dim]
 
-    Buffers(Scratch& scratch, int64_t queries, int64_t width, int64_t padded_dim) {
+    Buffers(Scratch& scratch, const Extent<T>& e) {
         char* base = nullptr;
         for (int pass = 0; pass < 2; pass++) {  // measure, then lay out
             char* at = base;
@@ -93,98 +95,212 @@ template <class T> struct Buffers {
                 p = reinterpret_cast<std::remove_reference_t<decltype(p)>>(at);
                 at += (n * int64_t(sizeof(*p)) + 63) / 64 * 64;
             };
-            take(keys, TILE * width / WORD<T>);
-            take(values, TILE * padded_dim / WORD<T>);
-            take(q, queries * width);
-            take(sums, queries * padded_dim);
-            take(scores, queries * TILE);
-            take(probs, queries * TILE);
-            take(top, queries);
-            take(total, queries);
-            take(zeros, padded_dim);
+            take(keys, TILE * e.width / WORD<T>);
+            take(values, TILE * e.padded_dim / WORD<T>);
+            take(q, e.heads * e.queries * e.width);
+            take(scores, MR * TILE);
+            take(probs, MR * TILE);
+            take(running[0], e.running_size());
+            take(running[1], e.running_size());
+            take(zeros, e.padded_dim);
             if (!pass) base = scratch.reserve(size_t(at - base));
         }
-        std::memset(q, 0, size_t(queries * width) * sizeof(T));
-        std::memset(sums, 0, size_t(queries * padded_dim) * sizeof(float));
-        std::memset(total, 0, size_t(queries) * sizeof(float));
-        std::memset(zeros, 0, size_t(padded_dim) * sizeof(T));
-        for (int64_t i = 0; i < queries; i++) top[i] = LOWEST;
+        std::memset(q, 0, size_t(e.heads * e.queries * e.width) * sizeof(T));
+        std::memset(zeros, 0, size_t(e.padded_dim) * sizeof(T));
     }
 };
 
-// `tile` holds the task's first tile; on return, `next_task`'s.
-template <class T> void attend(const Call<T>& c, const Task& task, const Task* next_task, Tile<T>& tile) {
-    static thread_local Scratch scratch;
-    const int64_t group = c.heads / c.kv_heads, words = (c.dim + WORD<T> - 1) / WORD<T>, width = words * WORD<T>;
-    const int64_t padded_dim = (c.dim + VW - 1) / VW * VW, queries = (task.end - task.first) * group;
-    const int64_t value_stride = TILE / WORD<T> * VW, first_token = c.q_starts[task.row] + task.first;
-    const Buffers<T> b(scratch, queries, width, padded_dim);
-    for (int64_t i = 0; i < queries; i++)
-        std::memcpy(b.q + i * width, c.q + (first_token + i / group) * c.q_stride + (task.kv_head * group + i % group) * c.dim,
-                    size_t(c.dim) * sizeof(T));
+// Brings a tile into the second-level cache, a part at a time.
+template <class T> struct Ahead {
+    const Tile<T>& tile;
+    int64_t rows, dim, done = 0;  // rows: of each part
 
-    Tile<T> next;
-    for (int64_t start = 0; start < task.keys || start == 0; start += TILE) {
-        next.present = 0;
-        if (start + TILE < task.keys)
-            find_tile(c, task, start + TILE, next);
-        else if (next_task)
-            find_tile(c, *next_task, 0, next);
-        pack_keys(tile, next, c.dim, b.keys);
-        pack_values(tile, next, c.dim, b.zeros, b.values);
-
-        // Tokens that see no key of this tile come first; then those that see a part, one by one; then the others.
-        int64_t token = task.first;
-        while (token < task.end && c.visible_keys(task.row, token) <= start) token++;
-        while (token < task.end) {
-            const int64_t seen = c.visible_keys(task.row, token) - start, columns = seen < TILE ? seen : TILE;
-            const int64_t token_end = seen < TILE && c.causal ? token + 1 : task.end;
-            const int64_t end = (token_end - task.first) * group;
-            for (int64_t i = (token - task.first) * group; i < end; i += MR) {
-                const int64_t n = end - i < MR ? end - i : MR, vectors = (columns + VW - 1) / VW;
-                for (int64_t j = 0; j < vectors; j += NR)
-                    panel_of<T>(n, vectors - j < NR ? vectors - j : NR)(
-                        b.q + i * width, width, b.keys + j * words * VW, words * VW, words, false,
-                        b.scores + i * TILE + j * VW, TILE, true, {});
-                for (int64_t r = i; r < i + n; r++) {
-                    const float shrink =
-                        soften(b.scores + r * TILE, b.probs + r * TILE, columns, float(c.scale), b.top[r], b.total[r]);
-                    if (shrink != 1.0f)
-                        for (float* sum = b.sums + r * padded_dim; sum < b.sums + (r + 1) * padded_dim; sum += VW)
-                            store(sum, load<vf>(sum) * shrink);
-                }
-                for (int64_t d = 0; d < padded_dim / VW; d += NR)
-                    panel_of<T>(n, padded_dim / VW - d < NR ? padded_dim / VW - d : NR)(
-                        b.probs + i * TILE, TILE, b.values + d * value_stride, value_stride, columns / WORD<T>,
-                        columns % WORD<T> != 0, b.sums + i * padded_dim + d * VW, padded_dim, false, {});
-            }
-            token = token_end;
-        }
-        tile = next;
+    void fetch() {
+        const int64_t end = done + rows < tile.present ? done + rows : tile.present;
+        mstar::fetch(tile.keys, done, end, dim);
+        mstar::fetch(tile.values, done, end, dim);
+        done = end;
     }
+};
 
-    for (int64_t i = 0; i < queries; i++) {
-        T* out = c.out + (first_token + i / group) * c.out_stride + (task.kv_head * group + i % group) * c.dim;
-        const float inverse = b.total[i] != 0 ? 1.0f / b.total[i] : 0.0f;
+// The queries of one head, from query `base` of the running ones, meet the packed tile of the keys from `start`.
+template <class T>
+void meet(const Call<T>& c, const Task& task, const Extent<T>& e, const Buffers<T>& b, const Running& running,
+          int64_t base, int64_t start, Ahead<T> ahead) {
+    const int64_t value_stride = TILE / WORD<T> * VW, padded_dim = e.padded_dim;
+    const T* q = b.q + base * e.width;
+    float* sums = running.sums + base * padded_dim;
+    // Tokens that see no key of this tile come first; then those that see a part, one by one; then the others.
+    int64_t token = task.first;
+    while (token < task.end && c.visible_keys(task.row, token) <= start) token++;
+    while (token < task.end) {
+        const int64_t seen = c.visible_keys(task.row, token) - start, columns = seen < TILE ? seen : TILE;
+        const int64_t token_end = seen < TILE && c.causal ? token + 1 : task.end;
+        const int64_t end = (token_end - task.first) * e.group;
+        for (int64_t i = (token - task.first) * e.group; i < end; i += MR) {
+            const int64_t n = end - i < MR ? end - i : MR, vectors = (columns + VW - 1) / VW;
+            for (int64_t j = 0; j < vectors; j += NR)
+                panel_of<T>(n, vectors - j < NR ? vectors - j : NR)(
+                    q + i * e.width, e.width, b.keys + j * e.words * VW, e.words * VW, e.words, false,
+                    b.scores + j * VW, TILE, true, {});
+            for (int64_t r = i; r < i + n; r++) {
+                const int64_t at = (r - i) * TILE, query = base + r;
+                const float shrink = soften(b.scores + at, b.probs + at, columns, float(c.scale), running.top[query],
+                                            running.mass + query * VW);
+                ahead.fetch();
+                if (shrink != 1.0f)
+                    for (float* sum = sums + r * padded_dim; sum < sums + (r + 1) * padded_dim; sum += VW)
+                        store(sum, load<vf>(sum) * shrink);
+            }
+            for (int64_t d = 0; d < padded_dim / VW; d += NR)
+                panel_of<T>(n, padded_dim / VW - d < NR ? padded_dim / VW - d : NR)(
+                    b.probs, TILE, b.values + d * value_stride, value_stride, columns / WORD<T>,
+                    columns % WORD<T> != 0, sums + i * padded_dim + d * VW, padded_dim, false, {});
+        }
+        token = token_end;
+    }
+    while (ahead.done < ahead.tile.present) ahead.fetch();
+}
+
+// Folds a later segment, whose keys are from `start`, into what the task's queries have.
+template <class T>
+void fold(const Call<T>& c, const Task& task, const Extent<T>& e, const Running& sums, const Running& later,
+          int64_t start) {
+    for (int64_t i = 0; i < e.heads * e.queries; i++)
+        if (c.visible_keys(task.row, task.first + i % e.queries / e.group) > start) sums.fold(later, i, e.padded_dim);
+}
+
+template <class T> void write_out(const Call<T>& c, const Task& task, const Extent<T>& e, const Running& result) {
+    for (int64_t i = 0; i < e.heads * e.queries; i++) {
+        const int64_t token = c.q_starts[task.row] + task.first + i % e.queries / e.group;
+        T* out = c.out + token * c.out_stride + ((task.head + i / e.queries) * e.group + i % e.group) * c.dim;
+        const float total = sum(load<vf>(result.mass + i * VW)), inverse = total != 0 ? 1.0f / total : 0.0f;
         for (int64_t d = 0; d < c.dim; d += VW) {
-            const vf y = load<vf>(b.sums + i * padded_dim + d) * inverse;
+            const vf y = load<vf>(result.sums + i * e.padded_dim + d) * inverse;
             if (d + VW <= c.dim)
                 store_vector(out + d, y);
             else
-                for (int64_t e = d; e < c.dim; e++) from_float(y[e - d], out[e]);
+                for (int64_t j = d; j < c.dim; j++) from_float(y[j - d], out[j]);
         }
     }
 }
 
+// `tile` holds the first tile of the task's first head; on return, that of `next_task`. `partial`: null, or where the
+// result of the task's one segment goes.
+template <class T>
+void attend(const Call<T>& c, const Task& task, const Task* next_task, Tile<T>& tile, float* partial) {
+    static thread_local Scratch scratch;
+    const Extent<T> e(c, task);
+    const Buffers<T> b(scratch, e);
+    const int64_t queries = e.heads * e.queries;
+    for (int64_t i = 0; i < queries; i++) {
+        const int64_t token = c.q_starts[task.row] + task.first + i % e.queries / e.group;
+        const int64_t head = (task.head + i / e.queries) * e.group + i % e.group;
+        std::memcpy(b.q + i * e.width, c.q + token * c.q_stride + head * c.dim, size_t(c.dim) * sizeof(T));
+    }
+
+    const Running result(partial ? partial : b.running[0], queries, e.padded_dim);
+    const Running later(b.running[1], queries, e.padded_dim);
+    // A next tile is fetched bit by bit, while this one is packed or, better, while many queries meet it.
+    const bool fetch_late = e.queries >= LATE_QUERIES;
+    const int64_t rows_per_query = fetch_late ? (TILE + e.queries - 1) / e.queries : 0;
+    Tile<T> next, none;
+    for (int64_t segment = task.begin; segment < task.keys || segment == task.begin; segment += SEGMENT) {
+        const Running& running = segment == task.begin ? result : later;
+        running.begin(queries, e.padded_dim);
+        const int64_t end = segment + SEGMENT < task.keys ? segment + SEGMENT : task.keys;
+        for (int64_t start = segment; start < end || start == task.begin; start += TILE)
+            for (int64_t head = task.head; head < task.head_end; head++) {
+                next.present = 0;
+                if (head + 1 < task.head_end)
+                    find_tile(c, task, head + 1, start, next);
+                else if (start + TILE < task.keys)
+                    find_tile(c, task, task.head, start + TILE, next);
+                else if (next_task)
+                    find_tile(c, *next_task, next_task->head, next_task->begin, next);
+                const Tile<T>&early = fetch_late ? none : next, &late = fetch_late ? next : none;
+                pack_keys(tile, early, c.dim, b.keys);
+                pack_values(tile, early, c.dim, b.zeros, b.values);
+                const Ahead<T> ahead{late, rows_per_query, c.dim};
+                meet(c, task, e, b, running, (head - task.head) * e.queries, start, ahead);
+                tile = next;
+            }
+        if (segment > task.begin) fold(c, task, e, result, later, segment);
+    }
+    if (!partial) write_out(c, task, e, result);
+}
+
+// The tasks of one call, and where those of split segments meet. Kept from call to call by the calling thread.
+template <class T> struct Plan {
+    std::vector<Task> tasks;
+    std::vector<int64_t> costs;  // sum of the costs of the tasks before each
+    std::vector<Split> splits;
+    std::vector<std::atomic<int64_t>> left;  // by split: tasks that have not ended
+    Scratch partials;
+    int64_t floats;  // of partials
+
+    static int64_t cost(int64_t keys, int64_t queries) { return (keys + TILE) * (queries + PACKING); }
+
+    // Tokens [first, end) of a row. What weighs more than `limit` is split: by segments, heads, and tokens.
+    void add(const Call<T>& c, int64_t row, int64_t first, int64_t end, int64_t limit) {
+        const int64_t keys = c.visible_keys(row, end - 1), queries = (end - first) * (c.heads / c.kv_heads);
+        const int64_t segments = cost(keys, queries) * c.kv_heads > limit ? (keys + SEGMENT - 1) / SEGMENT : 1;
+        const int64_t span = segments > 1 ? SEGMENT : keys;
+        const int64_t middle = (first + end) / 2;
+        if (cost(span, queries) > limit && queries > FEW_QUERIES && first < middle) {
+            add(c, row, first, middle, limit);
+            return add(c, row, middle, end, limit);
+        }
+        const bool apart = cost(span, queries) * c.kv_heads > limit;
+        const int64_t groups = apart ? c.kv_heads : (c.kv_heads + MAX_HEADS - 1) / MAX_HEADS;
+        for (int64_t group = 0; group < groups; group++) {
+            const int64_t head = share(c.kv_heads, groups, group), head_end = share(c.kv_heads, groups, group + 1);
+            Task task{row, first, end, head, head_end, 0, keys, -1};
+            if (segments > 1) {
+                task.split = int64_t(splits.size());
+                splits.push_back({floats, segments});
+                floats += segments * Extent<T>(c, task).running_size();
+            }
+            for (int64_t i = 0; i < (segments > 1 ? segments : 1); i++) {
+                task.begin = i * span;
+                task.keys = i + 1 < segments ? (i + 1) * span : keys;
+                tasks.push_back(task);
+                costs.push_back(costs.back() + cost(task.keys - task.begin, queries) * (head_end - head));
+            }
+        }
+    }
+
+    void run(const Call<T>& c, int64_t i, Tile<T>& tile, const Task* next) {
+        const Task& task = tasks[i];
+        if (task.split < 0) return attend(c, task, next, tile, nullptr);
+        const Extent<T> e(c, task);
+        const Split& split = splits[task.split];
+        float* first = reinterpret_cast<float*>(partials.reserve(0)) + split.offset;
+        attend(c, task, next, tile, first + task.begin / SEGMENT * e.running_size());
+        if (left[task.split].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        auto of_segment = [&](int64_t j) {
+            return Running(first + j * e.running_size(), e.heads * e.queries, e.padded_dim);
+        };
+        const Running result = of_segment(0);
+        for (int64_t j = 1; j < split.segments; j++) fold(c, task, e, result, of_segment(j), j * SEGMENT);
+        write_out(c, task, e, result);
+    }
+};
+
 template <class T> int paged_attend(const Arg* arg) {
     const Call<T>& c = *reinterpret_cast<const Call<T>*>(arg);
     const int64_t group = c.heads / c.kv_heads, most = group < MAX_QUERIES ? MAX_QUERIES / group : 1;
-    static thread_local std::vector<Task> kept_tasks;
-    static thread_local std::vector<int64_t> kept_costs;
-    std::vector<Task>& tasks = kept_tasks;
-    std::vector<int64_t>& costs = kept_costs;  // sum of the costs of the tasks before each
-    tasks.clear();
-    costs.assign(1, 0);
+    static thread_local Plan<T> kept;
+    Plan<T>& plan = kept;
+    plan.tasks.clear();
+    plan.splits.clear();
+    plan.costs.assign(1, 0);
+    plan.floats = 0;
+    int64_t total = 0;
+    auto each_span = [&](int64_t row, auto&& f) {
+        const int64_t q_len = c.q_starts[row + 1] - c.q_starts[row], spans = (q_len + most - 1) / most;
+        for (int64_t i = 0; i < spans; i++) f(share(q_len, spans, i), share(q_len, spans, i + 1));
+    };
     for (int64_t row = 0; row < c.rows; row++) {
         const int64_t q_len = c.q_starts[row + 1] - c.q_starts[row], kv_len = c.kv_lens[row];
         if (q_len < 0 || kv_len < 0 || (q_len && kv_len > c.max_pages * c.page_size)) return BAD_LENGTH;
@@ -192,27 +308,31 @@ template <class T> int paged_attend(const Arg* arg) {
             const int64_t page = c.block_table[row * c.max_pages + i];
             if (page < 0 || page >= c.num_pages) return BAD_PAGE;
         }
-        const int64_t spans = (q_len + most - 1) / most;
-        for (int64_t i = 0; i < spans; i++)
-            for (int64_t head = 0; head < c.kv_heads; head++) {
-                const Task task{row, share(q_len, spans, i), share(q_len, spans, i + 1), head,
-                                c.visible_keys(row, share(q_len, spans, i + 1) - 1)};
-                tasks.push_back(task);
-                costs.push_back(costs.back() + (task.keys + TILE) * ((task.end - task.first) * group + MR));
-            }
+        each_span(row, [&](int64_t first, int64_t end) {
+            total += plan.cost(c.visible_keys(row, end - 1), (end - first) * group) * c.kv_heads;
+        });
     }
-    const int64_t count = int64_t(tasks.size());
+    const int64_t wanted = total * c.dim / GRAIN, threads = wanted < c.threads ? wanted : c.threads;
+    const int64_t limit = threads <= 1 ? total : total / (threads * TASKS_PER_THREAD);
+    for (int64_t row = 0; row < c.rows; row++)
+        each_span(row, [&](int64_t first, int64_t end) { plan.add(c, row, first, end, limit); });
+    plan.partials.reserve(size_t(plan.floats) * sizeof(float));
+    const size_t splits = plan.splits.size();
+    if (plan.left.size() < splits) plan.left = std::vector<std::atomic<int64_t>>(2 * splits);
+    for (size_t i = 0; i < splits; i++) plan.left[i].store(plan.splits[i].segments, std::memory_order_relaxed);
+
+    const std::vector<int64_t>& costs = plan.costs;
+    const int64_t count = int64_t(plan.tasks.size());
     // Parts of equal cost, of neighbours in order: a thread fetches its next task's first tile during the last one.
-    const int64_t wanted = costs.back() * c.dim / GRAIN, threads = wanted < c.threads ? wanted : c.threads;
-    const int64_t parts = threads <= 1 ? 1 : threads * PARTS_PER_THREAD;
+    const int64_t parts = threads <= 1 ? 1 : threads * TASKS_PER_THREAD;
     parallel(threads, parts, [&](int64_t part) {
         auto first_of = [&](int64_t i) {
             return std::lower_bound(costs.begin(), costs.end() - 1, share(costs.back(), parts, i)) - costs.begin();
         };
         const int64_t begin = first_of(part), end = part + 1 < parts ? first_of(part + 1) : count;
         Tile<T> tile;
-        if (begin < end) find_tile(c, tasks[begin], 0, tile);
-        for (int64_t i = begin; i < end; i++) attend(c, tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr, tile);
+        if (begin < end) find_tile(c, plan.tasks[begin], plan.tasks[begin].head, plan.tasks[begin].begin, tile);
+        for (int64_t i = begin; i < end; i++) plan.run(c, i, tile, i + 1 < end ? &plan.tasks[i + 1] : nullptr);
     });
     return OK;
 }

@@ -106,6 +106,60 @@ def test_a_row_has_the_same_bits_in_any_batch_and_however_its_prompt_is_cut(comp
         start += length
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_rows(kernels: str, dtype: torch.dtype, causal: bool) -> None:
+    """Around the borders of the segments of keys, among short rows, with scores that grow and that fall."""
+    kv_lens = [511, 512, 513, 40, 1024, 1030, 2500, 1]
+    q_lens = [1, 1, 2, 40, 5, 12, 9, 1]
+    cache = Cache(kv_lens, 2, 16, 64, dtype)
+    q = (torch.randn(sum(q_lens), 6, 16) * 3).to(dtype)
+    cache.check(q, q_lens, cache.attend(q, q_lens, causal=causal), causal=causal)
+    one = Cache([1300], 3, 33, 64, dtype)
+    q = torch.randn(2, 6, 33).to(dtype)
+    one.check(q, [2], one.attend(q, [2], causal=causal), causal=causal)
+
+
+def test_a_long_row_has_the_same_bits_however_it_is_cut_and_shared_among_threads(
+    compiled: str, dtype: torch.dtype
+) -> None:
+    length = 1100
+    cache = Cache([length, 300], 3, 64, 64, dtype)
+    q = torch.randn(length + 1, 9, 64).to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = cache.attend(q, [length, 1])
+        one = Cache([1], 3, 64, 64, dtype)
+        one.k_pages, one.v_pages, one.table = cache.k_pages, cache.v_pages, cache.table[:1]
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(cache.attend(q, [length, 1]), whole)
+            for first, last in (
+                (0, 600),
+                (600, length),
+                (500, 530),
+                (1020, 1028),
+                *((i, i + 1) for i in range(508, 516)),
+            ):
+                one.kv_lens = torch.tensor([last], dtype=torch.int32)
+                assert torch.equal(one.attend(q[first:last], [last - first]), whole[first:last]), (count, first, last)
+                mixed = torch.cat([q[first:last], q[-1:]])  # beside another row
+                cache.kv_lens = torch.tensor([last, 300], dtype=torch.int32)
+                expected = torch.cat([whole[first:last], whole[-1:]])
+                assert torch.equal(cache.attend(mixed, [last - first, 1]), expected), (count, first, last)
+            cache.kv_lens = torch.tensor([length, 300], dtype=torch.int32)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it_alone(compiled: str, dtype: torch.dtype) -> None:
+    cache = Cache([1200], 1, 16, 64, dtype)
+    q = torch.randn(200, 2, 16).to(dtype)
+    cache.k_pages[cache.table[0, 1100 // 64], 1100 % 64] = NAN
+    got = cache.attend(q, [200])
+    assert torch.isfinite(got[:100]).all() and torch.isnan(got[100:]).all()
+
+
 def test_impossible_lengths_and_pages_are_refused(compiled: str) -> None:
     q = torch.randn(1, 2, 8)
     for length, page in ((200, 0), (3, 5), (3, -1), (-1, 0)):

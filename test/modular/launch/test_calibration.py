@@ -5,7 +5,7 @@ from dataclasses import replace
 from mstar.engine.step_cost import StepCost
 from mstar.launch.calibration import describe_cost
 
-COST = StepCost(base_s=0.0051, token_s=0.00025, pair_s=0.0, decode_base_s=0.010, decode_row_s=0.001)
+COST = StepCost(base_s=0.0051, token_s=0.00025, context_s=0.0, pair_s=0.0, decode_base_s=0.010, decode_row_s=0.001)
 
 
 def test_the_numbers_of_a_steps_cost_follow_from_each_other():
@@ -19,3 +19,5 @@ def test_the_numbers_of_a_steps_cost_follow_from_each_other():
 def test_what_earlier_tokens_add_is_said_where_it_was_measured():
     said = describe_cost("LLM", replace(COST, pair_s=1e-6), 2048)
     assert "0.25 ms for each token, 1.02 ms more for each 1,024 before it; it" in said
+    said = describe_cost("LLM", replace(COST, pair_s=1e-6, context_s=2e-6), 2048)
+    assert "1.02 ms more for each 1,024 before it, and 2.05 ms for each 1,024 before a chunk; it" in said
