@@ -6,6 +6,8 @@ only the packed form: on a CPU the weights are the memory, so both never live lo
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 from torch import Tensor, nn
 
@@ -46,10 +48,17 @@ class Linear(nn.Module):
         return ops.linear(x, self.packed)
 
 
+@runtime_checkable
+class HasWeightsToPack(Protocol):
+    """A layer that lays its weights out for the kernels."""
+
+    def pack(self) -> None: ...
+
+
 def pack_weights(module: nn.Module) -> None:
-    """Pack every linear layer below `module`; call it once, when all weights are loaded."""
+    """Pack every layer below `module` that has something to pack; call it once, when all weights are loaded."""
     for layer in module.modules():
-        if isinstance(layer, Linear):
+        if isinstance(layer, HasWeightsToPack):
             layer.pack()
 
 

@@ -28,6 +28,23 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
 
+    def norm_in_place(self, x: Tensor) -> Tensor:
+        """The norm written over `x [..., width]`, which may be a view such as some heads of each token."""
+        return ops.rms_norm(x, self.weight, self.eps, out=x, zero_centered=self.zero_centered)
+
     def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual += x`, then the norm of it written over `x`, which is returned."""
         return ops.fused_add_rms_norm(x, residual, self.weight, self.eps, zero_centered=self.zero_centered)
+
+
+class GatedRMSNorm(nn.Module):
+    """`RMSNorm` of each head with one weight for all heads, times `silu` of a gate."""
+
+    def __init__(self, width: int, eps: float, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x [tokens, heads * width]` (overwritten and returned), `gate` of the same shape."""
+        return ops.gated_rms_norm(x, gate, self.weight, self.eps, out=x)

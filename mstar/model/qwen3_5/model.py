@@ -1,0 +1,119 @@
+"""What a Qwen3.5 declares: a language model with two kinds of memory, and a vision tower as a node of its own. No
+torch.
+
+The walk plan is known up front, so the workers go from encoding to prefill to decode alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mstar.engine.spec import (
+    AttentionSpec,
+    LinearAttentionSpec,
+    NodeResourceSpec,
+    PagedKVSpec,
+    RecurrentStateSpec,
+    RotarySpec,
+    SamplerSpec,
+    StateBlock,
+)
+from mstar.graph.base import (
+    EMIT_TO_CLIENT,
+    EMPTY_DESTINATION,
+    GraphEdge,
+    GraphNode,
+    Loop,
+    LoopLimit,
+    Walks,
+)
+from mstar.model.base import (
+    Markers,
+    Model,
+    ModelSetup,
+    OutputFormat,
+    PartitionPlan,
+    PreparedPrompt,
+    PromptRequest,
+    WalkPlan,
+)
+from mstar.model.qwen3_5.config import Qwen35Config
+from mstar.model.text_prompt import TextPrompts
+from mstar.streaming.topology import Partition, PartitionTopology
+
+LANGUAGE = "LLM"
+VISION = "Vision"
+PARTITION = "text"
+DECODE_STEPS = "decode_steps"
+VISION_STEPS = "vision_steps"
+THINKING = Markers("<think>", "</think>")
+
+
+class Qwen35Model(Model):
+    """Qwen3.5 language models, with or without the vision tower, dense or with experts. The prompt's token ids reach
+    the node as host columns; media come as features that the vision node made of them."""
+
+    def __init__(self, setup: ModelSetup) -> None:
+        super().__init__(setup)
+        self.config = Qwen35Config.from_mapping(setup.config)
+        self.prompts = TextPrompts(setup.tokenizer_dir, self.config.vocab_size, THINKING)
+
+    def walks(self) -> Walks:
+        emit = GraphEdge(EMIT_TO_CLIENT, "token", output_modality="text")
+        first = GraphEdge(EMPTY_DESTINATION, "token", persist=True)
+        decode = GraphNode(LANGUAGE, ("token",), (GraphEdge(LANGUAGE, "token"), emit))
+        walks: dict[str, GraphNode | Loop] = {
+            "prefill": GraphNode(LANGUAGE, (), (first, emit)),
+            "decode": Loop(decode, LoopLimit(DECODE_STEPS), name="decode"),
+        }
+        return walks
+
+    def partitions(self) -> PartitionTopology:
+        return PartitionTopology((Partition(PARTITION, tuple(self.walks())),))
+
+    def get_node_resources(self) -> Sequence[NodeResourceSpec]:
+        return (self._language_resources(),)
+
+    def _language_resources(self) -> NodeResourceSpec:
+        c = self.config
+        conv = StateBlock("conv", (c.conv_kernel - 1, c.conv_channels))
+        delta = StateBlock("delta", (c.num_value_heads, c.key_dim, c.value_dim), wide=True)
+        sections = None if c.vision is None else c.sections  # of a text token all positions are the same
+        return NodeResourceSpec(
+            LANGUAGE,
+            (
+                PagedKVSpec("kv", c.num_full_layers, c.num_kv_heads, c.head_dim),
+                AttentionSpec("attn", kv_key="kv", num_heads=c.num_heads),
+                RotarySpec("rope", kv_key="kv", rotary_dim=c.rotary_dim, theta=c.rope_theta, sections=sections),
+                RecurrentStateSpec("state", kv_key="kv", num_layers=c.num_linear_layers, blocks=(conv, delta)),
+                LinearAttentionSpec(
+                    "delta",
+                    state_key="state",
+                    num_key_heads=c.num_key_heads,
+                    num_value_heads=c.num_value_heads,
+                    key_dim=c.key_dim,
+                    value_dim=c.value_dim,
+                    conv_kernel=c.conv_kernel,
+                ),
+                SamplerSpec("sampler", c.vocab_size),
+            ),
+        )
+
+    def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
+        return self.prompts.prepare(request)
+
+    def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan:
+        """Prefill samples the first token, decode the others."""
+        return WalkPlan((PartitionPlan(PARTITION, ("prefill", "decode")),), {DECODE_STEPS: max_tokens - 1})
+
+    def stop_token_ids(self) -> Sequence[int]:
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.prompts.eos_token_ids)))
+
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def output_format(self) -> OutputFormat:
+        return OutputFormat(reasoning=THINKING, tool_calls="function_tags")
+
+    def input_modalities(self) -> Sequence[str]:
+        return ("text",) if self.config.vision is None else self.card.modalities_in

@@ -1,0 +1,122 @@
+"""The Qwen3.5 language model on packed tokens: embedding, decoder layers, final norm, logits. Tensor in, tensor out.
+
+Layers mix tokens either by gated attention or by the gated delta rule, and each has a dense feed-forward part or one of
+experts. Module names follow the checkpoint's, apart from packed projections. Formulas: `Qwen3_5ForCausalLM` and
+`Qwen3_5MoeForCausalLM` of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from mstar.layers.embedding import OutputHead, TiedEmbedding, TokenEmbedding, select_rows
+from mstar.layers.gated_attention import GatedAttention
+from mstar.layers.gated_delta_net import GatedDeltaNet
+from mstar.layers.mlp import GatedMLP
+from mstar.layers.moe import SharedExpertMoE
+from mstar.layers.norm import RMSNorm
+from mstar.model.qwen3_5.config import FULL, Qwen35Config
+
+
+class Qwen35Layer(nn.Module):
+    """One decoder layer. `x` is its normalized input, `residual` the stream that the layer adds to, in place.
+
+    `index` counts all layers, `place` those of the same type.
+    """
+
+    def __init__(
+        self, c: Qwen35Config, index: int, place: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.mixes_by_attention = c.layer_types[index] == FULL
+        if self.mixes_by_attention:
+            self.self_attn = GatedAttention(
+                place,
+                hidden_size=c.hidden_size,
+                num_heads=c.num_heads,
+                num_kv_heads=c.num_kv_heads,
+                head_dim=c.head_dim,
+                eps=c.rms_norm_eps,
+                bias=c.attention_bias,
+                attn_key="attn",
+                pos_key="rope",
+                dtype=dtype,
+                device=device,
+            )
+        else:
+            self.linear_attn = GatedDeltaNet(
+                place,
+                hidden_size=c.hidden_size,
+                num_key_heads=c.num_key_heads,
+                num_value_heads=c.num_value_heads,
+                key_dim=c.key_dim,
+                value_dim=c.value_dim,
+                conv_kernel=c.conv_kernel,
+                eps=c.rms_norm_eps,
+                delta_key="delta",
+                dtype=dtype,
+                device=device,
+            )
+        if c.experts is None:
+            self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, dtype=dtype, device=device)
+        else:
+            self.mlp = SharedExpertMoE(
+                c.hidden_size,
+                num_experts=c.experts.num_experts,
+                num_chosen=c.experts.num_chosen,
+                expert_width=c.experts.expert_width,
+                shared_width=c.experts.shared_width,
+                dtype=dtype,
+                device=device,
+            )
+        self.input_layernorm = _norm(c, dtype=dtype, device=device)
+        self.post_attention_layernorm = _norm(c, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What the layer's feed-forward part adds to `residual` (not added yet): the next norm does both."""
+        mixed = self.self_attn(x) if self.mixes_by_attention else self.linear_attn(x)
+        return self.mlp(self.post_attention_layernorm.add_and_norm(mixed, residual))
+
+
+class Qwen35Network(nn.Module):
+    """`forward` gives logits of chosen tokens. Build it on the meta device, load it, then `pack_weights`."""
+
+    embed_tokens: TokenEmbedding | TiedEmbedding
+
+    def __init__(self, c: Qwen35Config, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        if c.tie_word_embeddings:
+            self.embed_tokens = self.lm_head = TiedEmbedding(c.vocab_size, c.hidden_size, dtype=dtype, device=device)
+        else:
+            self.embed_tokens = TokenEmbedding(c.vocab_size, c.hidden_size, dtype=dtype, device=device)
+            self.lm_head = OutputHead(c.hidden_size, c.vocab_size, dtype=dtype, device=device)
+        layers = (
+            Qwen35Layer(c, index, c.layer_types[:index].count(kind), dtype=dtype, device=device)
+            for index, kind in enumerate(c.layer_types)
+        )
+        self.layers = cast("Sequence[Qwen35Layer]", nn.ModuleList(layers))
+        self.norm = _norm(c, dtype=dtype, device=device)
+
+    def forward(self, embeddings: Tensor, last: Tensor) -> Tensor:
+        """Logits fp32 `[rows, vocab]` of the tokens at `last` int64 `[rows]`, for `embeddings [tokens, hidden]` of
+        `embed_tokens` (overwritten)."""
+        return self.lm_head(select_rows(self.forward_hidden(embeddings), last))
+
+    def forward_hidden(self, embeddings: Tensor) -> Tensor:
+        """`[tokens, hidden]` after the final norm; `embeddings` are overwritten."""
+        residual = embeddings
+        x = self.layers[0].input_layernorm(residual)
+        for layer, next_norm in zip(self.layers, self._norms_after_layers(), strict=True):
+            x = next_norm.add_and_norm(layer(x, residual), residual)
+        return x
+
+    def _norms_after_layers(self) -> list[RMSNorm]:
+        return [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+
+
+def _norm(c: Qwen35Config, *, dtype: torch.dtype, device: torch.device | str) -> RMSNorm:
+    return RMSNorm(c.hidden_size, c.rms_norm_eps, zero_centered=True, dtype=dtype, device=device)
