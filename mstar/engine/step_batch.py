@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -55,13 +54,11 @@ def merge_rows(pieces: Sequence[tuple[np.ndarray, NodeBatch]], token_columns: Se
 
 
 def cut_parts(batches: Sequence[NodeBatch], limits: Sequence[np.ndarray | None]) -> Sequence[NodeBatch]:
-    """Of each row the first tokens, as many as its part's `limits` int32 [rows of the part] allow (None: all). Returns
-    `batches` itself when no row has more."""
-    cut = [
-        batch if most is None or (batch.spans <= most).all() else _cut_rows(batch, np.minimum(batch.spans, most))
+    """Of each row the first tokens, as many as its part's `limits` int32 [rows of the part] allow (None: all)."""
+    return [
+        batch if most is None else _cut_rows(batch, np.minimum(batch.spans, most))
         for batch, most in zip(batches, limits, strict=True)
     ]
-    return batches if all(map(operator.is_, cut, batches)) else cut
 
 
 def _cut_rows(batch: NodeBatch, spans: np.ndarray) -> NodeBatch:

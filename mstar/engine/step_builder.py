@@ -81,11 +81,14 @@ class StepBuilder:
         self._check_lengths(node, step, wanted)
         if step.failed:
             return Built(step, [])
-        cut = cut_parts(batches, row_limits(node, portions, step.parts, restoring))
-        batch = join_parts(cut, node.submodule.token_columns)
-        step.spans = np.asarray(batch.spans, np.int32)
-        if cut is not batches:
-            step.unfinished = step.spans < wanted
+        step.spans = wanted
+        limits = row_limits(node, portions, step.parts, restoring)
+        if any(own is not None for own in limits):
+            batches = cut_parts(batches, limits)
+            step.spans = join_spans(batches)
+            if (step.spans < wanted).any():
+                step.unfinished = step.spans < wanted
+        batch = join_parts(batches, node.submodule.token_columns)
         if restoring is not None:
             step.unfinished = restoring if step.unfinished is None else step.unfinished | restoring
         single = fewest == 1 and batch.token_ids is not None and len(batch.token_ids) == step.num_rows
@@ -189,7 +192,7 @@ class StepBuilder:
         plan.restoring = restoring
         plan.token_columns = batch.token_columns or {}
         if step.unfinished is not None:
-            plan.finished = np.flatnonzero(~step.unfinished)
+            plan.finished = (~step.unfinished).nonzero()[0]
         if node.chunk_outputs is not None:
             plan.accumulating = accumulating(node, step)
         return plan

@@ -79,7 +79,6 @@ def _stage_rows(plan: StepPlan, views: Mapping[str, np.ndarray]) -> None:
     if plan.token_ids is None or plan.live_only:
         last[:] = np.arange(last.size)
         return
-    np.cumsum(spans, out=last[:num_rows])
-    np.maximum(last[:num_rows] - 1, 0, out=last[:num_rows])
+    np.maximum(spans.cumsum() - 1, 0, out=last[:num_rows])
     views[fields.TOKEN_IDS][: plan.num_tokens] = plan.token_ids
-    views[fields.TOKEN_HANDLES][: plan.num_tokens] = np.repeat(handles, spans)
+    views[fields.TOKEN_HANDLES][: plan.num_tokens] = handles.repeat(spans)

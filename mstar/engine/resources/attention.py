@@ -102,9 +102,9 @@ class Attention(Resource[AttentionStep]):
             return AttentionFacts(step.causal)
         n, num_tokens = ctx.rows.handles.size, ctx.num_tokens
         starts[0] = 0
-        np.cumsum(ctx.rows.spans, dtype=np.int32, out=starts[1 : n + 1])
-        # A padding row has one token, as far as there are padding tokens.
-        starts[n + 1 :] = np.minimum(np.arange(num_tokens + 1, num_tokens + 1 + starts.size - n - 1), ctx.shape.tokens)
+        ctx.rows.spans.cumsum(dtype=np.int32, out=starts[1 : n + 1])
+        if padding := starts.size - n - 1:  # a padding row has one token, as far as there are padding tokens
+            starts[n + 1 :] = np.minimum(np.arange(num_tokens + 1, num_tokens + 1 + padding), ctx.shape.tokens)
         return AttentionFacts(step.causal)
 
     def _count_up(self, size: int) -> np.ndarray:

@@ -29,7 +29,7 @@ class CacheStreams:
 
     def append(self, handles: np.ndarray, held: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> None:
         """Put `counts[i]` new pages behind the `held[i]` pages of each handle."""
-        if pages.size == handles.size and (counts == 1).all():
+        if pages.size == handles.size and np.logical_and.reduce(counts == 1):
             self.table[handles, held] = pages
         else:
             self.table[_spread(handles, held, counts)] = pages
@@ -53,9 +53,9 @@ class CacheStreams:
 
 def token_positions(lengths: np.ndarray, spans: np.ndarray) -> np.ndarray:
     """Positions of `spans[i]` tokens that continue `lengths[i]`, all rows packed: int32 [sum of spans]."""
-    ends = np.cumsum(spans)
+    ends = spans.cumsum(dtype=np.int32)
     total = int(ends[-1]) if ends.size else 0
-    return np.arange(total, dtype=np.int32) + np.repeat((lengths - ends + spans).astype(np.int32), spans)
+    return np.arange(total, dtype=np.int32) + (lengths - ends + spans).repeat(spans)
 
 
 def _spread(handles: np.ndarray, held: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -104,19 +104,20 @@ class PageArena:
     def acquire(self, handles: np.ndarray, counts: np.ndarray) -> Acquired:
         """`counts[i]` more pages for each handle (distinct), or for none: then `refused` names the handles, in order,
         whose turn came when unpromised pages had run out."""
-        covered = np.minimum(np.maximum(self.promised[handles] - self.held[handles], 0), counts)
-        extra = counts - covered
-        if extra.any():
-            wanted, room = np.cumsum(extra), self.num_unpromised
+        held = self.held[handles]
+        covered = np.minimum(np.maximum(self.promised[handles] - held, 0), counts)
+        total, owed = int(np.add.reduce(counts)), int(np.add.reduce(covered))
+        if owed < total:
+            extra = counts - covered
+            wanted, room = extra.cumsum(), self.num_unpromised
             refused = (wanted > room) & (extra > 0)
             if refused.any():
                 return Acquired(NO_PAGES, refused, int(wanted[-1]) - room)
-        total = int(counts.sum())
         if total > self.allocator.num_free:
             self._evict(total - self.allocator.num_free)
         pages = self.allocator.take(total)
-        self.held[handles] += counts
-        self._outstanding -= int(covered.sum())
+        self.held[handles] = held + counts
+        self._outstanding -= owed
         return Acquired(pages, None)
 
     def give_back(self, handles: np.ndarray, counts: np.ndarray, pages: np.ndarray) -> None:

@@ -166,7 +166,7 @@ class PagedKV(Resource[KVStep]):
             return KVFacts(False, lengths)
         ends = lengths + spans
         ctx.staging[self.key + ".kv_lens"][:n] = ends
-        token_handles = handles if ctx.single else np.repeat(handles, spans)
+        token_handles = handles if ctx.single else handles.repeat(spans)
         slots[: ctx.num_tokens] = self.streams.slots(token_handles, positions)
         return KVFacts(True, ends)
 

@@ -45,6 +45,9 @@ class Sampler(Resource[SamplerStep]):
 
     def __init__(self, spec: SamplerSpec, *, capacity: int, max_rows: int, device: torch.device) -> None:
         self.key = spec.key
+        self._names = {
+            group: {name: f"{spec.key}.{group}.{name}" for name in fields} for group, fields in _GROUP_FIELDS.items()
+        }
         self.vocab_size = spec.vocab_size
         self._stream = 0 if spec.samples_text else zlib.crc32(spec.key.encode())
         self._samples_text = spec.samples_text
@@ -101,9 +104,10 @@ class Sampler(Resource[SamplerStep]):
         if not plan.plain:
             for name, group in plan.groups().items():
                 if group.size:
-                    ctx.staging[f"{self.key}.{name}.rows"][: group.size] = group.rows
+                    names = self._names[name]
+                    ctx.staging[names["rows"]][: group.size] = group.rows
                     for field, values in group.columns.items():
-                        ctx.staging[f"{self.key}.{name}.{field}"][: group.size] = values
+                        ctx.staging[names[field]][: group.size] = values
         return plan
 
     def capturable(self, plan: SamplingPlan, captured: SamplingPlan) -> bool:
@@ -137,7 +141,7 @@ class Sampler(Resource[SamplerStep]):
 
     def staging_fields(self) -> Sequence[StagingField]:
         groups = (
-            StagingField(f"{self.key}.{group}.{name}", dtype, "row")
+            StagingField(self._names[group][name], dtype, "row")
             for group, fields in _GROUP_FIELDS.items()
             for name, dtype in fields.items()
         )
@@ -225,11 +229,11 @@ class Sampler(Resource[SamplerStep]):
         tokens.index_copy_(0, rows, chosen.int())
 
     def _field(self, group: str, name: str) -> Tensor:
-        return self._staged[f"{self.key}.{group}.{name}"][: self._plan.groups()[group].size]
+        return self._staged[self._names[group][name]][: self._plan.groups()[group].size]
 
     def _cut_fields(self, plan: SamplingPlan) -> dict[str, Tensor]:
         return {
-            f"{self.key}.{name}.{field}": torch.from_numpy(values).to(self._device)
+            self._names[name][field]: torch.from_numpy(values).to(self._device)
             for name, group in plan.groups().items()
             for field, values in (("rows", group.rows), *group.columns.items())
         }

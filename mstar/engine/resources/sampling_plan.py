@@ -93,20 +93,20 @@ def plan_sampling(
     if kept is not None:
         odd &= kept
     if odd.any():
-        _plan_sampled(plan, columns, handles, np.flatnonzero(odd), sorts_all)
+        _plan_sampled(plan, columns, handles, odd.nonzero()[0], sorts_all)
     tables = count_rows[handles]
     if tables.any():
-        rows = np.flatnonzero((tables > 0) & plan.kept)
+        rows = ((tables > 0) & plan.kept).nonzero()[0]
         plan.penalized = RowGroup(rows, {"handles": handles[rows], "table": tables[rows]})
     tables = bias_rows[handles]
     if tables.any():
-        rows = np.flatnonzero((tables > 0) & plan.kept)
+        rows = ((tables > 0) & plan.kept).nonzero()[0]
         under = columns.num_draws[handles[rows]] < columns.min_tokens[handles[rows]]
         floor = np.where(under, np.float32(-np.inf), np.float32(0))
         plan.biased = RowGroup(rows, {"table": tables[rows], "floor": floor})
     wanted = columns.num_logprobs[handles]
     if wanted.max(initial=-1) >= 0:
-        rows = np.flatnonzero((wanted >= 0) & plan.kept)
+        rows = ((wanted >= 0) & plan.kept).nonzero()[0]
         plan.asked = RowGroup(rows, {})
         plan.num_top = int(wanted[rows].max(initial=0))
     return plan

@@ -60,7 +60,7 @@ class LlamaSubmodule(NodeSubmodule):
         return {"token": self.sampler(self.network(inputs.tokens, inputs.last))}
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
-        stopped = np.flatnonzero(self.sampler.stopped(rows.handles, host_rows["token"]))
+        stopped = self.sampler.stopped(rows.handles, host_rows["token"]).nonzero()[0]
         if stopped.size == 0:
             return []
         return [StopDecision(stopped, "decode" if graph_walk == "decode" else None, finish=True)]
