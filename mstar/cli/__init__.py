@@ -94,6 +94,19 @@ def models() -> None:
 
 
 @app.command()
+def make_checkpoint(
+    model: Annotated[str, typer.Argument(help="A model that makes them (qwen3_5).")],
+    out: Annotated[Path, typer.Argument(help="A directory that is empty or is not there yet.")],
+    size: Annotated[str, typer.Option(help="Shape of the model, e.g. tiny or 0.8b; a wrong one lists them.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal weights.")] = 0,
+) -> None:
+    """Write a checkpoint with random weights in a published shape, for tests and benchmarks without a hub."""
+    from mstar.cli.make_checkpoint import make_checkpoint_command
+
+    raise typer.Exit(make_checkpoint_command(model, out, size, seed))
+
+
+@app.command()
 def graph(target: Target = DEFAULT_TARGET, overrides: Overrides = None) -> None:
     """Show a model's walks and where its nodes are placed."""
     from mstar.cli.inspection import graph_command

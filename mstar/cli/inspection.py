@@ -17,7 +17,8 @@ from mstar.cli.progress import ProgressBars
 from mstar.cli.targets import config_for
 from mstar.config.load import shipped_configs
 from mstar.config.schema import DeploymentConfig
-from mstar.launch.deployment import Deployment, resolve_deployment
+from mstar.graph.compile import CompiledGraph
+from mstar.launch.deployment import Inspected, inspect_deployment
 from mstar.model.registry import CARDS
 from mstar.platforms import current_platform
 
@@ -49,7 +50,7 @@ def graph_command(target: str, overrides: Sequence[str]) -> int:
     """Walks, loops, edges and placement, as text."""
     console = Console()
     try:
-        deployment = _resolve(target, overrides)
+        deployment, _ = _inspect(target, overrides)
         text = deployment.compile(deployment.model()).describe()
     except UNUSABLE as error:
         show_error(console, error)
@@ -58,10 +59,10 @@ def graph_command(target: str, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _resolve(target: str, overrides: Sequence[str]) -> Deployment:
+def _inspect(target: str, overrides: Sequence[str]) -> Inspected:
     with ProgressBars(Console(stderr=True)) as bars:
         config = config_for(target, overrides, progress=bars.report)
-        return resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
+        return inspect_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
 
 
 def _check_machine(console: Console) -> bool:
@@ -93,7 +94,7 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
     from mstar.launch.rank import describe_short_caches
 
     try:
-        deployment = _resolve(file, overrides)
+        deployment, notes = _inspect(file, overrides)
         model = deployment.model()
         compiled = deployment.compile(model)
         short_caches = describe_short_caches(deployment, model, compiled)
@@ -104,15 +105,27 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
     found = f"{deployment.card.name} on {config.num_workers} worker(s), up to {deployment.setup.max_seq_len} tokens"
     console.print(f"{file}: {found}", markup=False, highlight=False, soft_wrap=True)
     for rank in range(config.num_workers):
-        console.print(f"  worker {rank}: {', '.join(compiled.nodes_on(rank))}", markup=False, highlight=False)
+        placed = ", ".join(_placed(config, compiled, rank))
+        console.print(f"  worker {rank}: {placed}", markup=False, highlight=False)
     console.print(f"  prefix cache: {_prefix_cache(config)}", markup=False, highlight=False)
     for key, tuning in config.resources.items():
         if tuning.host_bytes:
             host = f"up to {tuning.host_bytes / 2**30:.2f} GiB of host memory for preempted requests"
             console.print(f"  {key}: {host}", markup=False, highlight=False, soft_wrap=True)
-    for line in short_caches:
+    for line in (*notes, *short_caches):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     return True
+
+
+def _placed(config: DeploymentConfig, compiled: CompiledGraph, rank: int) -> list[str]:
+    """Nodes of a worker, and nodes that it has a share of."""
+    shares = {
+        node: f"a share of {node} (one of {group.tp_size})"
+        for group in config.node_groups
+        if group.tp_size > 1 and rank in group.ranks
+        for node in group.node_names
+    }
+    return [shares.get(node, node) for node in sorted({*compiled.nodes_on(rank), *shares})]
 
 
 def _prefix_cache(config: DeploymentConfig) -> str:

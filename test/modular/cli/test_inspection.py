@@ -31,7 +31,7 @@ def test_models_lists_every_card_with_its_whole_checkpoint():
     names, _, checkpoints = ("".join(cell.strip() for cell in column) for column in zip(*cells, strict=True))
     assert names == "".join(card.name for card in CARDS)
     assert checkpoints == "".join(card.default_checkpoint or "" for card in CARDS)
-    assert "shipped configurations: smollm2" in result.stdout
+    assert "shipped configurations: qwen3_5, qwen3_5_4b, qwen3_5_9b_tp2, smollm2" in result.stdout
 
 
 @pytest.mark.parametrize("placement", ["one_worker", "three_workers"])

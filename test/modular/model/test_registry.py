@@ -20,6 +20,9 @@ def test_cards_name_what_exists(card: ModelCard):
     module, _, attribute = card.submodules.partition(":")
     assert callable(getattr(importlib.import_module(module), attribute))
     assert card.architectures
+    for where in filter(None, (card.random_checkpoint, card.published_config)):
+        module, _, attribute = where.partition(":")
+        assert callable(getattr(importlib.import_module(module), attribute))
 
 
 def test_names_and_architectures_are_unique():
