@@ -1,6 +1,7 @@
 """Makes the files of `tokenizer_files` from a checkpoint. Runs in the launching process or the preprocess pool, once
 per start; transformers is loaded only for a directory that has no `tokenizer.json`."""
 
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from mstar.model.loader.gguf_header import read_gguf_header
 from mstar.model.loader.gguf_tokenizer import build_gguf_tokenizer, set_surrounding_tokens
 from mstar.model.loader.tokenizer_files import TOKENIZER_FILE, TokenizerFiles, load_tokenizer
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
 # Tokens that end a turn in every format that has them. Some checkpoints name only the end of a document as their end.
 _CHAT_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -22,7 +25,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 def write_tokenizer(checkpoint: ResolvedCheckpoint, out_dir: Path) -> TokenizerFiles:
     """Writes `tokenizer.json` and what belongs to it into `out_dir`, which is made if needed. Encoding and decoding are
-    the checkpoint's own; truncation and padding are off.
+    the checkpoint's own; truncation and padding are off. Beside it, as they are, come the files that say how media
+    become inputs, for a checkpoint that has them.
 
     Raises:
         CheckpointError: the checkpoint has no tokenizer, or one that cannot be converted.
@@ -33,6 +37,10 @@ def write_tokenizer(checkpoint: ResolvedCheckpoint, out_dir: Path) -> TokenizerF
         tokenizer, template, special_tokens = _from_directory(checkpoint.path)
     generation = checkpoint.generation_config()
     out_dir.mkdir(parents=True, exist_ok=True)
+    if checkpoint.kind != "gguf":
+        for name in PROCESSOR_FILES:
+            if (checkpoint.path / name).is_file():
+                shutil.copyfile(checkpoint.path / name, out_dir / name)
     partial = out_dir / (TOKENIZER_FILE + ".partial")
     tokenizer.save(str(partial))
     partial.replace(out_dir / TOKENIZER_FILE)

@@ -94,6 +94,9 @@ def test_the_tokenizer_has_the_ids_of_the_configuration(checkpoints, tmp_path, s
     assert files.vocab_size <= SIZES[size].vocab_size
     assert files.eos_token_ids == (tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>"))
     assert not files.add_bos
+    copied = {path.name for path in tmp_path.glob("*processor_config.json")}
+    assert len(copied) == (0 if size == "tiny-text" else 2)
+    assert all((tmp_path / name).read_text() == (checkpoints[size].path / name).read_text() for name in copied)
     reference = AutoTokenizer.from_pretrained(checkpoints[size].path)
     for text in ("I don't know: 12.5 kg!\n\n  naïve 你好 😀", "<|im_start|>user\n<think>a</think>", "x" * 50):
         assert tokenizer.encode(text, add_special_tokens=False).ids == reference.encode(text, add_special_tokens=False)
