@@ -74,6 +74,11 @@ class PendingMedia(NamedTuple):
 class EncoderCacheHandle(Protocol):
     """Features of media, by digest (`EncoderCacheSpec`)."""
 
+    def num_pending(self, handles: np.ndarray) -> np.ndarray:
+        """Host side, loop thread: int64 [rows]: media tokens that each row has to encode, in all of its steps together.
+        Fixed from the row's first step on until its last; 0 when all its features are there."""
+        ...
+
     def pending(self) -> Sequence[PendingMedia]:
         """What the step's rows have to encode, in order: fixed when a row begins to encode."""
         ...

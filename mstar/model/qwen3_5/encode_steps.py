@@ -1,4 +1,4 @@
-"""How the encoding of a request's media is divided into steps, so that none is much longer than a chunk of a prompt.
+"""How the encoding of a request's media is divided into steps, so that none is longer than a chunk of a prompt may be.
 
 Pure arithmetic, known to the declarations (which bound the loop) and to the node (which runs it). No torch.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 
 def num_encode_steps(num_patches: int, depth: int, budget: int) -> int:
-    """Steps of at most about `budget` patches times blocks each; a block is never divided."""
-    return max(1, min(depth, -(-depth * num_patches // budget)))
+    """Steps of at most `budget` patches times blocks each; a block is never divided."""
+    blocks = depth if num_patches == 0 else max(1, min(depth, budget // num_patches))
+    return -(-depth // blocks)
 
 
 def blocks_of_step(step: int, num_steps: int, depth: int) -> range:

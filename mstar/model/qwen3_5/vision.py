@@ -1,0 +1,207 @@
+"""The vision tower of Qwen3.5 on packed patches of several media: blocks from one to another, so that the encoding of
+a large image can be spread over steps. Tensor in, tensor out; grids are host integers.
+
+Module names follow the checkpoint's. Formulas: Dosovitskiy et al. 2021 (ViT), Wang et al. 2024 (Qwen2-VL: 2D rotary
+positions and merging), with a learned position grid that is interpolated to the size of the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mstar.layers.linear import Linear
+from mstar.model.qwen3_5.config import VisionConfig
+
+_EPS = 1e-6
+_CACHED_GRIDS = 64
+
+Grid = tuple[int, int, int]
+"""Times, rows and columns of a medium, in patches."""
+
+
+class Segments(NamedTuple):
+    """What a forward over packed patches knows of them. `lengths`: patches that see each other, one frame (or frame
+    group) each. `cos`, `sin` fp32 [patches, 1, head_dim / 2]."""
+
+    lengths: tuple[int, ...]
+    cos: Tensor
+    sin: Tensor
+
+
+class LayerNorm(nn.Module):
+    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width, dtype=dtype, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, _EPS)
+
+
+class VisionAttention(nn.Module):
+    """Every patch attends to all of its segment."""
+
+    def __init__(self, c: VisionConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.num_heads = c.num_heads
+        self.qkv = Linear(c.hidden_size, 3 * c.hidden_size, bias=True, dtype=dtype, device=device)
+        self.proj = Linear(c.hidden_size, c.hidden_size, bias=True, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        patches, width = x.shape
+        q, k, v = self.qkv(x).view(patches, 3, self.num_heads, -1).unbind(1)  # [patches, heads, head_dim]
+        q, k = _rotated(q, segments), _rotated(k, segments)
+        out = torch.empty(patches, self.num_heads, width // self.num_heads, dtype=x.dtype, device=x.device)
+        begin = 0
+        for length, run in groupby(segments.lengths):  # segments of one length share a product
+            count = len(list(run))
+            end = begin + count * length
+            shape = (count, length, self.num_heads, -1)
+            own_q, own_k, own_v = (t[begin:end].view(shape).transpose(1, 2) for t in (q, k, v))
+            attended = F.scaled_dot_product_attention(own_q, own_k, own_v)  # [segments, heads, patches, head_dim]
+            out[begin:end] = attended.transpose(1, 2).flatten(0, 1)
+            begin = end
+        return self.proj(out.view(patches, width))
+
+
+class VisionMLP(nn.Module):
+    def __init__(self, c: VisionConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.approximate = "tanh" if c.hidden_act == "gelu_pytorch_tanh" else "none"
+        self.linear_fc1 = Linear(c.hidden_size, c.intermediate_size, bias=True, dtype=dtype, device=device)
+        self.linear_fc2 = Linear(c.intermediate_size, c.hidden_size, bias=True, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate=self.approximate))
+
+
+class VisionBlock(nn.Module):
+    def __init__(self, c: VisionConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm(c.hidden_size, dtype=dtype, device=device)
+        self.norm2 = LayerNorm(c.hidden_size, dtype=dtype, device=device)
+        self.attn = VisionAttention(c, dtype=dtype, device=device)
+        self.mlp = VisionMLP(c, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, segments: Segments) -> Tensor:
+        x = x + self.attn(self.norm1(x), segments)
+        return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nn.Module):
+    """The patches of a token, one after the other, become its feature."""
+
+    def __init__(self, c: VisionConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.width = c.hidden_size * c.spatial_merge_size**2
+        self.norm = LayerNorm(c.hidden_size, dtype=dtype, device=device)
+        self.linear_fc1 = Linear(self.width, self.width, bias=True, dtype=dtype, device=device)
+        self.linear_fc2 = Linear(self.width, c.out_hidden_size, bias=True, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_fc2(F.gelu(self.linear_fc1(self.norm(x).view(-1, self.width))))
+
+
+class PatchEmbedding(nn.Module):
+    def __init__(self, c: VisionConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        values = c.in_channels * c.temporal_patch_size * c.patch_size**2
+        self.proj = Linear(values, c.hidden_size, bias=True, dtype=dtype, device=device)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return self.proj(patches)
+
+
+class VisionTower(nn.Module):
+    """Built on the meta device, loaded, packed. `mean`, `std`: of red, green and blue in 0 to 1."""
+
+    def __init__(
+        self,
+        c: VisionConfig,
+        mean: Sequence[float],
+        std: Sequence[float],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.config = c
+        self.dtype = dtype
+        self.patch_embed = PatchEmbedding(c, dtype=dtype, device=device)
+        self.pos_embed = nn.Embedding(c.grid_side**2, c.hidden_size, dtype=dtype, device=device)
+        blocks = (VisionBlock(c, dtype=dtype, device=device) for _ in range(c.depth))
+        self.blocks = cast("Sequence[VisionBlock]", nn.ModuleList(blocks))
+        self.merger = PatchMerger(c, dtype=dtype, device=device)
+        head_dim = c.hidden_size // c.num_heads
+        exponents = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
+        self.frequencies = 1.0 / c.rope_theta**exponents  # fp32 [head_dim / 4], of rows as of columns
+        values = c.temporal_patch_size * c.patch_size**2
+        self.scale = (1 / torch.tensor(std)).repeat_interleave(values) / 255
+        self.offset = -(torch.tensor(mean) / torch.tensor(std)).repeat_interleave(values)
+
+    def embed(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """`[patches, hidden]` of `pixels` uint8 `[patches, values]`, where the media with `grids` follow each other."""
+        patches = torch.addcmul(self.offset, pixels.float(), self.scale)
+        x = self.patch_embed(patches.to(self.dtype))
+        return x.add_(torch.cat([self._positions(grid) for grid in grids]).to(x.dtype))
+
+    def segments(self, grids: Sequence[Grid]) -> Segments:
+        """For the patches of media with these grids, one after the other."""
+        places = torch.cat([patch_places(*grid, self.config.spatial_merge_size) for grid in grids])  # [patches, 2]
+        angles = (places[:, :, None] * self.frequencies).flatten(1)  # rows' frequencies, then columns'
+        lengths = tuple(height * width for times, height, width in grids for _ in range(times))
+        return Segments(lengths, angles.cos()[:, None], angles.sin()[:, None])
+
+    def run_blocks(self, x: Tensor, segments: Segments, blocks: range) -> Tensor:
+        """`[patches, hidden]` after these blocks."""
+        for index in blocks:
+            x = self.blocks[index](x, segments)
+        return x
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Features `[patches / spatial_merge_size², out_hidden]` of patches that all blocks have seen."""
+        return self.merger(x)
+
+    def _positions(self, grid: Grid) -> Tensor:
+        """fp32 `[patches, hidden]`: the learned grid, bilinear with its corners on those of the medium."""
+        side = self.config.grid_side
+        places = patch_places(*grid, self.config.spatial_merge_size)
+        most = torch.tensor([max(grid[1] - 1, 1), max(grid[2] - 1, 1)])
+        source = places * (side - 1) / most
+        near = source.floor()
+        far_share = source - near
+        near = near.long()
+        far = (near + 1).clamp(max=side - 1)
+        (top, left), (bottom, right) = near.unbind(1), far.unbind(1)
+        down, across = far_share.unbind(1)
+        corners = (
+            (top, left, (1 - down) * (1 - across)),
+            (top, right, (1 - down) * across),
+            (bottom, left, down * (1 - across)),
+            (bottom, right, down * across),
+        )
+        taken = (self.pos_embed.weight[row * side + column] * share[:, None] for row, column, share in corners)
+        return cast("Tensor", sum(taken))
+
+
+@lru_cache(maxsize=_CACHED_GRIDS)
+def patch_places(times: int, height: int, width: int, merge: int) -> Tensor:
+    """fp32 `[patches, 2]`: row and column of each patch, in the order of the patches: tokens along rows, and in a token
+    along rows."""
+    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places = torch.stack([row, column], -1).view(height // merge, merge, width // merge, merge, 2)
+    return places.transpose(1, 2).reshape(-1, 2).repeat(times, 1).float()
+
+
+def _rotated(x: Tensor, segments: Segments) -> Tensor:
+    """`x [patches, heads, head_dim]` with both halves of each head rotated against each other, in fp32."""
+    first, second = x.float().chunk(2, -1)
+    cos, sin = segments.cos, segments.sin
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
