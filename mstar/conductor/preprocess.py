@@ -104,6 +104,7 @@ class PreprocessPool:
                 config=msgspec.json.encode(setup.config),
                 tokenizer_dir=None if setup.tokenizer_dir is None else str(setup.tokenizer_dir),
                 max_seq_len=setup.max_seq_len,
+                max_step_patches=setup.max_step_patches,
             )
         )
         self._num_processes = num_processes

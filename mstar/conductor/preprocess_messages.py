@@ -77,6 +77,7 @@ class ModelToLoad(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     config: bytes
     tokenizer_dir: str | None
     max_seq_len: int
+    max_step_patches: int
 
 
 Reply = PromptDone | PromptRefused | PromptFailed | Started

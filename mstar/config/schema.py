@@ -44,11 +44,13 @@ class PrefixCacheConfig(Section):
 
 class SchedulerConfig(Section):
     """`async_scheduling`: plan the next step while the device runs. `max_rows`: requests that run at once.
-    `max_step_tokens`: tokens that one step may compute. `max_queue`: requests that may wait for their turn."""
+    `max_step_tokens`: tokens that one step may compute. `max_step_patches`: what one step of a media encoder may
+    compute, patches times blocks. `max_queue`: requests that may wait for their turn."""
 
     async_scheduling: bool = True
     max_rows: Annotated[int, Field(ge=1, le=4096)] = 256
     max_step_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    max_step_patches: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     max_queue: Annotated[int, Field(ge=0)] = 1024
 
 

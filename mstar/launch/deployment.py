@@ -25,7 +25,7 @@ from mstar.engine.spec import (
 )
 from mstar.graph.base import nodes_of
 from mstar.graph.compile import CompiledGraph, compile_walks
-from mstar.model.base import Model, ModelCard, ModelSetup
+from mstar.model.base import AUTO_STEP_PATCHES, Model, ModelCard, ModelSetup
 from mstar.model.loader.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from mstar.model.loader.errors import CheckpointError
 from mstar.model.loader.progress import DownloadProgress
@@ -88,10 +88,12 @@ class Deployment:
 def open_deployment(facts: DeploymentFacts) -> Deployment:
     """The facts as a child sees them."""
     config = DeploymentConfig.model_validate_json(facts.config_json)
+    patches = config.scheduler.max_step_patches
     setup = ModelSetup(
         config=msgspec.json.decode(facts.model_config),
         tokenizer_dir=None if facts.tokenizer_dir is None else Path(facts.tokenizer_dir),
         max_seq_len=facts.max_seq_len,
+        max_step_patches=AUTO_STEP_PATCHES if patches == "auto" else patches,
     )
     return Deployment(facts, config, find_card(facts.card), setup)
 

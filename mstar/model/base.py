@@ -42,14 +42,20 @@ class ModelCard:
     published_config: str = ""
 
 
+AUTO_STEP_PATCHES = 2048
+"""Of a tower of a thousand or so columns about as long as a chunk of a prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
     """What a model is built from: the checkpoint's config (as in `config.json`), the folder with `tokenizer.json` and
-    the chat template (None: no text side), and the deployment's limit."""
+    the chat template (None: no text side), and the deployment's limits: tokens of a request, and of one step of a
+    media encoder patches times blocks."""
 
     config: Mapping[str, Any]
     tokenizer_dir: Path | None
     max_seq_len: int
+    max_step_patches: int = AUTO_STEP_PATCHES
 
 
 class MediaPart(NamedTuple):
