@@ -9,13 +9,15 @@ from torch import Tensor
 
 from mstar.kernels import reference_experts
 from mstar.kernels.packed import PackedExperts
-from mstar.kernels.selection import refuse_recording
+from mstar.kernels.selection import compiled, compiled_for, compiled_to_pack, refuse_recording
 
 
 def pack_experts(weight: Tensor) -> PackedExperts:
     """Lay ``weight`` ``[experts, out_features, in_features]`` out for `moe_mlp`. It may be freed afterwards."""
     if weight.dim() != 3:
         raise ValueError(f"weights of experts have 3 dimensions, not {tuple(weight.shape)}")
+    if compiled_to_pack() is not None and (native := compiled_for(weight)) is not None:
+        return native.experts.pack(weight)
     experts, num_out, num_in = weight.shape
     return PackedExperts(weight, experts, num_out, num_in, weight.dtype, 0)
 
@@ -28,6 +30,10 @@ def router_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     if not 0 < k <= logits.shape[1]:
         raise ValueError(f"cannot choose {k} of {logits.shape[1]} experts")
+    if (native := compiled_for(logits)) is not None:
+        result = native.experts.router_top_k(logits, k)
+        if result is not NotImplemented:
+            return result
     return reference_experts.router_top_k(logits, k)
 
 
@@ -50,6 +56,10 @@ def moe_mlp(
         gate_up: ``[experts, 2 * width, hidden]``, the gate first; ``down`` ``[experts, hidden, width]``.
         plus: as ``x``, may be ``out``: what else the block adds, such as the result of a shared expert.
     """
+    if gate_up.block and (native := compiled()) is not None:
+        result = native.experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus, out)
+        if result is not NotImplemented:
+            return result
     refuse_recording("moe_mlp")  # the reference reads which experts were chosen
     result = reference_experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus)
     return result if out is None else out.copy_(result)

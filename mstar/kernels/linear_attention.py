@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mstar.kernels import reference, reference_gated_delta
-from mstar.kernels.selection import refuse_recording
+from mstar.kernels.selection import compiled_for, refuse_recording
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -17,6 +17,10 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
 
     ``z`` is shaped as ``x`` and may be columns of a wider tensor. ``out`` may be ``x``.
     """
+    if (native := compiled_for(x)) is not None:
+        result = native.linear_attention.gated_rms_norm(x, z, weight, eps, out)
+        if result is not NotImplemented:
+            return result
     result = reference.gated_rms_norm(x, z, weight, eps)
     return result if out is None else out.copy_(result)
 
@@ -71,6 +75,9 @@ def gated_delta(
     arguments = (
         qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out
     )  # fmt: skip
+    if (native := compiled_for(qkv)) is not None:
+        if native.linear_attention.gated_delta(*arguments) is not NotImplemented:
+            return out
     refuse_recording("gated_delta")  # the reference reads lengths in Python
     reference_gated_delta.gated_delta(*arguments)
     return out

@@ -145,8 +145,8 @@ def rope(
 
     A table with ``cos.shape[1] < head_dim / 2`` rotates only the first ``2 * cos.shape[1]`` entries of each head.
     """
-    if axes is None and (native := compiled_for(qkv)) is not None:
-        result = native.rope(qkv, positions, cos, sin, num_heads, head_dim)
+    if (native := compiled_for(qkv)) is not None:
+        result = native.rope(qkv, positions, cos, sin, num_heads, head_dim, axes)
         if result is not NotImplemented:
             return result
     reference.rope(qkv, positions, cos, sin, num_heads, head_dim, axes)
@@ -173,8 +173,8 @@ def rope_write_kv(
     axes: Tensor | None = None,
 ) -> Tensor:
     """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of keys and values."""
-    if axes is None and (native := compiled_for(qkv)) is not None:
-        result = native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads)
+    if (native := compiled_for(qkv)) is not None:
+        result = native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes)
         if result is not NotImplemented:
             return result
     num_kv_heads, head_dim = k_pages.shape[2], k_pages.shape[3]
@@ -224,6 +224,10 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x *= sigmoid(gate)``, in place. ``gate`` is ``[tokens, width]`` as ``x``, or ``[tokens, 1]`` for all of it."""
+    if (native := compiled_for(x)) is not None:
+        result = native.sigmoid_mul(x, gate)
+        if result is not NotImplemented:
+            return result
     return x.copy_(reference.sigmoid_mul(x, gate))
 
 

@@ -21,8 +21,17 @@ from mstar.platforms import host
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("linear.cpp", "rows.cpp", "attention.cpp", "pool.cpp", "replay.cpp")
-_HEADERS = ("vector.h", "panel.h", "pool.h", "softmax.h", "tile.h")
+_SOURCES = (
+    "linear.cpp",
+    "rows.cpp",
+    "rope.cpp",
+    "attention.cpp",
+    "gated_delta.cpp",
+    "experts.cpp",
+    "pool.cpp",
+    "replay.cpp",
+)
+_HEADERS = ("vector.h", "gates.h", "panel.h", "matrix.h", "pool.h", "softmax.h", "tile.h")
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden", "-w")
 _TIMEOUT_S = 120.0

@@ -25,6 +25,8 @@ _FAULTS = {
     3: "a block table names a page that does not exist",
     4: "a row's lengths do not fit its queries or its block table",
     5: "a token id lies outside the vocabulary",
+    6: "a slot lies outside the states",
+    7: "an expert id lies outside the experts",
 }
 
 

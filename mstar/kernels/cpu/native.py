@@ -13,36 +13,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.kernels.cpu.experts import ExpertKernels
+from mstar.kernels.cpu.layout import (
+    check_pages,
+    check_rope,
+    is_index,
+    is_token_columns,
+    is_token_heads,
+    is_wide,
+    outer_inner,
+)
 from mstar.kernels.cpu.library import Library
+from mstar.kernels.cpu.linear_attention import LinearAttentionKernels
+from mstar.kernels.cpu.packing import packed_words
 from mstar.kernels.packed import PackedLinear
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
+_MAX_GATHERED = 512  # frequencies, as in rope.cpp
 
 
 class NativeKernels:
-    """The library's functions, one method each, with the signatures of `mstar.kernels.ops`."""
+    """The library's functions, one method each, with the signatures of `mstar.kernels.ops`; those of gated delta nets
+    and of experts in a part of their own."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
         self.vector_width = library.vector_width
+        self.linear_attention = LinearAttentionKernels(library)
+        self.experts = ExpertKernels(library)
         self._linear = library.call("mstar_linear", "12q")
         self._norm = library.call("mstar_norm", "10qd4q")
         self._silu_and_mul = library.call("mstar_silu_and_mul", "8q")
-        self._rope_and_kv = library.call("mstar_rope_and_kv", "21q")
+        self._sigmoid_mul = library.call("mstar_sigmoid_mul", "9q")
+        self._rope_and_kv = library.call("mstar_rope_and_kv", "23q")
         self._embedding = library.call("mstar_embedding", "11q")
         self._greedy = library.call("mstar_greedy", "7q")
         self._paged_attend = library.call("mstar_paged_attend", "12qd7q")
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Words of ``vector_width`` outputs side by side: ``[ceil(out / width)][ceil(in / per_word)][width]``."""
         num_out, num_in = weight.shape
-        per_word = 4 // weight.element_size()
-        groups, words = -(-num_out // self.vector_width), -(-num_in // per_word)
-        padded = weight.detach()
-        if (groups * self.vector_width, words * per_word) != (num_out, num_in):
-            padded = weight.new_zeros(groups * self.vector_width, words * per_word)
-            padded[:num_out, :num_in] = weight
-        data = padded.contiguous().view(torch.int32).view(groups, self.vector_width, words).transpose(1, 2).contiguous()
+        data = packed_words(weight, self.vector_width)
         wide_bias = None if bias is None else bias.detach().float().contiguous()
         return PackedLinear(data, wide_bias, num_out, num_in, weight.dtype, self.vector_width)
 
@@ -80,7 +90,7 @@ class NativeKernels:
             out = torch.empty(shape, dtype=dtype)
         if out.shape != shape or out.dtype is not dtype:
             raise ValueError(f"rms_norm out is {tuple(out.shape)} {out.dtype}, not {tuple(shape)} {dtype}")
-        x_layout, out_layout = _outer_inner(x), _outer_inner(out)
+        x_layout, out_layout = outer_inner(x), outer_inner(out)
         if x_layout is None or out_layout is None:
             return NotImplemented
         outer, inner, x_outer, x_inner = x_layout
@@ -112,28 +122,51 @@ class NativeKernels:
         )  # fmt: skip
         return out
 
-    def rope(self, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, num_heads: int, head_dim: int) -> Tensor:
-        if not _tables_fit(cos, sin) or not _is_index(positions) or qkv.stride(-1) != 1:
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        if not (is_token_columns(x, x) and is_token_columns(gate, x)):
             return NotImplemented
-        _check_rope(qkv, positions, cos, num_heads, head_dim)
-        half = cos.shape[1]
+        tokens, width = x.shape
+        if gate.shape[0] != tokens or gate.shape[1] not in (1, width):
+            raise ValueError(f"sigmoid_mul: x {tuple(x.shape)}, gate {tuple(gate.shape)}")
+        self._sigmoid_mul(
+            torch.get_num_threads(), tokens, width, x.stride(0), gate.stride(0), gate.shape[1] == 1, x.dtype is _BF16,
+            x.data_ptr(), gate.data_ptr(),
+        )  # fmt: skip
+        return x
+
+    def rope(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        head_dim: int,
+        axes: Tensor | None,
+    ) -> Tensor:
+        if not (is_wide(cos) and is_wide(sin)) or not is_index(positions) or qkv.stride(-1) != 1:
+            return NotImplemented
+        if not _axes_fit(axes):
+            return NotImplemented
+        check_rope(qkv, positions, cos, num_heads, head_dim, axes)
         self._rope_and_kv(
-            torch.get_num_threads(), qkv.shape[0], num_heads, head_dim, half, cos.shape[0], qkv.stride(0), 0, 0, 0, 0,
-            qkv.dtype is _BF16, qkv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), 0, 0, 0, 0, 0,
+            torch.get_num_threads(), qkv.shape[0], num_heads, head_dim, cos.shape[1], cos.shape[0], qkv.stride(0), 0, 0,
+            0, 0, 1 if axes is None else positions.shape[1], qkv.dtype is _BF16, qkv.data_ptr(), positions.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), 0, 0, 0, 0, 0, 0 if axes is None else axes.data_ptr(),
         )  # fmt: skip
         return qkv
 
     def write_kv(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Any:
         tokens, kv_heads, head_dim = k.shape
-        if not _is_index(slots) or not _token_rows(k) or not _token_rows(v) or k.dtype is not k_pages.dtype:
+        if not is_index(slots) or not is_token_heads(k) or not is_token_heads(v) or k.dtype is not k_pages.dtype:
             return NotImplemented
         if v.shape != k.shape or k_pages.shape[2:] != (kv_heads, head_dim) or slots.shape[0] < tokens:
             raise ValueError(f"write_kv: k {tuple(k.shape)}, v {tuple(v.shape)}, pages {tuple(k_pages.shape)}")
-        _check_pages(k, k_pages, v_pages)
+        check_pages(k, k_pages, v_pages)
         self._rope_and_kv(
             torch.get_num_threads(), tokens, 0, head_dim, 0, 0, 0, kv_heads * head_dim,
-            k_pages.shape[0] * k_pages.shape[1], k.stride(0), v.stride(0), k.dtype is _BF16, 0, 0, 0, 0,
-            slots.data_ptr(), k.data_ptr(), v.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(),
+            k_pages.shape[0] * k_pages.shape[1], k.stride(0), v.stride(0), 0, k.dtype is _BF16, 0, 0, 0, 0,
+            slots.data_ptr(), k.data_ptr(), v.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), 0,
         )  # fmt: skip
         return None
 
@@ -147,22 +180,26 @@ class NativeKernels:
         k_pages: Tensor,
         v_pages: Tensor,
         num_q_heads: int,
+        axes: Tensor | None,
     ) -> Tensor:
-        if not _tables_fit(cos, sin) or not _is_index(positions) or not _is_index(slots) or qkv.stride(-1) != 1:
+        if not (is_wide(cos) and is_wide(sin)) or not is_index(positions) or not is_index(slots) or qkv.stride(-1) != 1:
+            return NotImplemented
+        if not _axes_fit(axes):
             return NotImplemented
         num_pages, page_size, kv_heads, head_dim = k_pages.shape
         tokens, width = qkv.shape
-        _check_rope(qkv, positions, cos, num_q_heads + kv_heads, head_dim)
-        _check_pages(qkv, k_pages, v_pages)
+        check_rope(qkv, positions, cos, num_q_heads + kv_heads, head_dim, axes)
+        check_pages(qkv, k_pages, v_pages)
         if width != (num_q_heads + 2 * kv_heads) * head_dim or slots.shape[0] < tokens:
             raise ValueError(f"rope_write_kv: qkv {tuple(qkv.shape)} for {num_q_heads} + 2 * {kv_heads} heads")
         stride, data, kv_width = qkv.stride(0), qkv.data_ptr(), kv_heads * head_dim
         k = data + num_q_heads * head_dim * qkv.element_size()
         self._rope_and_kv(
             torch.get_num_threads(), tokens, num_q_heads + kv_heads, head_dim, cos.shape[1], cos.shape[0], stride,
-            kv_width, num_pages * page_size, stride, stride, qkv.dtype is _BF16, data, positions.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), k, k + kv_width * qkv.element_size(),
-            k_pages.data_ptr(), v_pages.data_ptr(),
+            kv_width, num_pages * page_size, stride, stride, 1 if axes is None else positions.shape[1],
+            qkv.dtype is _BF16, data, positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), slots.data_ptr(), k,
+            k + kv_width * qkv.element_size(), k_pages.data_ptr(), v_pages.data_ptr(),
+            0 if axes is None else axes.data_ptr(),
         )  # fmt: skip
         return qkv
 
@@ -181,11 +218,11 @@ class NativeKernels:
         _, heads, head_dim = q.shape
         num_pages, page_size, kv_heads, _ = k_pages.shape
         rows = kv_lens.shape[0]
-        if not (_token_rows(q) and _token_rows(out) and _is_index(kv_lens) and _is_index(q_starts)):
+        if not (is_token_heads(q) and is_token_heads(out) and is_index(kv_lens) and is_index(q_starts)):
             return NotImplemented
         if block_table.dtype is not torch.int32 or block_table.stride(1) != 1:
             return NotImplemented
-        _check_pages(q, k_pages, v_pages)
+        check_pages(q, k_pages, v_pages)
         if k_pages.shape[3] != head_dim or heads % kv_heads or out.shape != q.shape or out.dtype is not q.dtype:
             raise ValueError(f"paged_attend: q {tuple(q.shape)}, pages {tuple(k_pages.shape)}, out {tuple(out.shape)}")
         if block_table.shape[0] < rows or q_starts.shape[0] != rows + 1:
@@ -231,43 +268,5 @@ class NativeKernels:
         return out
 
 
-def _outer_inner(x: Tensor) -> tuple[int, int, int, int] | None:
-    """``(outer, inner, outer stride, inner stride)`` of the leading dimensions; None if they are more than two."""
-    if x.stride(-1) != 1:
-        return None
-    shape, strides = x.shape, x.stride()
-    if len(shape) == 2:
-        return shape[0], 1, strides[0], 0
-    if len(shape) == 3:
-        return shape[0], shape[1], strides[0], strides[1]
-    return (x.numel() // shape[-1], 1, shape[-1], 0) if x.is_contiguous() and x.numel() else None
-
-
-def _is_index(x: Tensor) -> bool:
-    return x.dtype is torch.int32 and x.is_contiguous()
-
-
-def _tables_fit(cos: Tensor, sin: Tensor) -> bool:
-    return cos.dtype is _FP32 and cos.is_contiguous() and sin.dtype is _FP32 and sin.is_contiguous()
-
-
-def _token_rows(x: Tensor) -> bool:
-    """True when the heads of a token ``[tokens, heads, head_dim]`` follow each other in memory."""
-    _, head_stride, inner = x.stride()
-    return inner == 1 and (head_stride == x.shape[2] or x.shape[1] == 1)
-
-
-def _check_rope(qkv: Tensor, positions: Tensor, cos: Tensor, num_heads: int, head_dim: int) -> None:
-    tokens, width = qkv.shape
-    if num_heads * head_dim > width or 2 * cos.shape[1] > head_dim or positions.shape[0] < tokens:
-        raise ValueError(
-            f"rope: qkv {tuple(qkv.shape)}, {num_heads} heads of {head_dim}, table {tuple(cos.shape)}, "
-            f"{positions.shape[0]} positions"
-        )
-
-
-def _check_pages(x: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
-    if v_pages.shape != k_pages.shape or not (k_pages.is_contiguous() and v_pages.is_contiguous()):
-        raise ValueError(f"pages {tuple(k_pages.shape)} and {tuple(v_pages.shape)} must be equal and contiguous")
-    if k_pages.dtype is not x.dtype or v_pages.dtype is not x.dtype:
-        raise ValueError(f"pages hold {k_pages.dtype} and {v_pages.dtype}, the step computes {x.dtype}")
+def _axes_fit(axes: Tensor | None) -> bool:
+    return axes is None or (is_index(axes) and axes.shape[0] <= _MAX_GATHERED)

@@ -1,9 +1,8 @@
-// Operations on each token by itself: norms, the gated activation, rotary embedding, writing keys and values into pages,
-// token embedding and greedy choice.
+// Operations on each token by itself: norms, gates, token embedding and greedy choice.
 #include <limits>
 
+#include "gates.h"
 #include "pool.h"
-#include "vector.h"
 
 namespace mstar {
 namespace {
@@ -69,65 +68,40 @@ template <class T> void norm(const Arg* arg) {
     });
 }
 
-inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
-
 template <class T> void silu_and_mul(const Arg* arg) {
-    const int64_t tokens = arg[1].i, width = arg[2].i, whole = width / VW * VW;
+    const int64_t tokens = arg[1].i, width = arg[2].i;
+    parallel_ranges(arg[0].i, tokens, tokens * width * 4, GRAIN, [&](int64_t from, int64_t to) {
+        for (int64_t t = from; t < to; t++)
+            silu_and_mul_row(arg[6].as<const T>() + t * arg[3].i, width, arg[7].as<T>() + t * arg[4].i);
+    });
+}
+
+template <class T> void sigmoid_mul(const Arg* arg) {
+    const int64_t tokens = arg[1].i, width = arg[2].i;
     parallel_ranges(arg[0].i, tokens, tokens * width * 4, GRAIN, [&](int64_t from, int64_t to) {
         for (int64_t t = from; t < to; t++) {
-            const T* gate = arg[6].as<const T>() + t * arg[3].i;
-            const T* up = gate + width;
-            T* out = arg[7].as<T>() + t * arg[4].i;
-            for (int64_t i = 0; i < whole; i += VW)
-                store_vector(out + i, silu(load_vector(gate + i)) * load_vector(up + i));
-            for (int64_t i = whole; i < width; i++)
-                from_float(silu(splat(to_float(gate[i])))[0] * to_float(up[i]), out[i]);
+            T* x = arg[7].as<T>() + t * arg[3].i;
+            const T* gate = arg[8].as<const T>() + t * arg[4].i;
+            const vf all = sigmoid(splat(to_float(*gate)));
+            if (arg[5].i)
+                gate_row(x, x, width, [&](vf) { return all; });
+            else
+                gate_row(x, gate, width, [](vf g) { return sigmoid(g); });
         }
     });
 }
 
-template <class T> void rotate(T* head, const float* cos, const float* sin, int64_t half) {
-    const int64_t whole = half / VW * VW;
-    for (int64_t i = 0; i < whole; i += VW) {
-        vf a = load_vector(head + i), b = load_vector(head + half + i), c = load<vf>(cos + i), s = load<vf>(sin + i);
-        store_vector(head + i, a * c - b * s);
-        store_vector(head + half + i, b * c + a * s);
-    }
-    for (int64_t i = whole; i < half; i++) {
-        float a = to_float(head[i]), b = to_float(head[half + i]);
-        from_float(a * cos[i] - b * sin[i], head[i]);
-        from_float(b * cos[i] + a * sin[i], head[half + i]);
-    }
-}
-
-struct RopeAndKv {
-    int64_t threads, tokens, heads, head_dim, half, max_position;  // heads == 0: keys and values are only stored
-    int64_t qkv_stride, kv_width, num_slots;                       // num_slots == 0: they are only rotated
-    int64_t k_stride, v_stride;
-};
-
-template <class T> int rope_and_kv(const Arg* arg) {
-    const RopeAndKv& s = *reinterpret_cast<const RopeAndKv*>(arg);
-    const int32_t *positions = arg[13].as<int32_t>(), *slots = arg[16].as<int32_t>();
-    const float *cos = arg[14].as<float>(), *sin = arg[15].as<float>();
-    for (int64_t t = 0; t < s.tokens; t++) {
-        if (s.heads && (positions[t] < 0 || positions[t] >= s.max_position)) return BAD_POSITION;
-        if (s.num_slots && slots[t] >= s.num_slots) return BAD_SLOT;
-    }
-    const int64_t work = s.tokens * (s.heads * s.head_dim + 2 * s.kv_width);
-    parallel_ranges(s.threads, s.tokens, work, GRAIN, [&](int64_t from, int64_t to) {
-        for (int64_t t = from; t < to; t++) {
-            T* qkv = arg[12].as<T>() + t * s.qkv_stride;
-            for (int64_t h = 0; h < s.heads; h++)
-                rotate(qkv + h * s.head_dim, cos + positions[t] * s.half, sin + positions[t] * s.half, s.half);
-            if (s.num_slots && slots[t] >= 0) {
-                const size_t bytes = size_t(s.kv_width) * sizeof(T);
-                std::memcpy(arg[19].as<T>() + slots[t] * s.kv_width, arg[17].as<T>() + t * s.k_stride, bytes);
-                std::memcpy(arg[20].as<T>() + slots[t] * s.kv_width, arg[18].as<T>() + t * s.v_stride, bytes);
-            }
+template <class T> void gated_norm(const Arg* arg) {
+    const int64_t tokens = arg[1].i, heads = arg[2].i, dim = arg[3].i, n = tokens * heads;
+    parallel_ranges(arg[0].i, n, n * dim * 5, GRAIN, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) {
+            const int64_t t = i / heads, at = i % heads * dim;
+            T* out = arg[12].as<T>() + t * arg[6].i + at;
+            norm_row<T>(arg[9].as<const T>() + t * arg[4].i + at, nullptr, arg[11].as<const T>(), out, dim,
+                        float(arg[8].d), false);
+            gate_row(out, arg[10].as<const T>() + t * arg[5].i + at, dim, [](vf z) { return silu(z); });
         }
     });
-    return OK;
 }
 
 // Rows of a plain table, or of one in the packed layout of panel.h, where a row's words lie VW words apart.
@@ -202,8 +176,11 @@ KERNEL(mstar_norm) { return arg[9].i ? norm<bf16>(arg) : norm<float>(arg), OK; }
 // threads, tokens, width, gate_up stride, out stride, is bf16, gate_up, out
 KERNEL(mstar_silu_and_mul) { return arg[5].i ? silu_and_mul<bf16>(arg) : silu_and_mul<float>(arg), OK; }
 
-// the fields of RopeAndKv, is bf16, qkv, positions, cos, sin, slots, k, v, k_pages, v_pages
-KERNEL(mstar_rope_and_kv) { return arg[11].i ? rope_and_kv<bf16>(arg) : rope_and_kv<float>(arg); }
+// threads, tokens, width, x stride, gate stride, one gate per token, is bf16, x, gate
+KERNEL(mstar_sigmoid_mul) { return arg[6].i ? sigmoid_mul<bf16>(arg) : sigmoid_mul<float>(arg), OK; }
+
+// threads, tokens, heads, dim, x stride, z stride, out stride, is bf16, eps, x, z, weight, out
+KERNEL(mstar_gated_norm) { return arg[7].i ? gated_norm<bf16>(arg) : gated_norm<float>(arg), OK; }
 
 // threads, tokens, width, vocab, out stride, is bf16, ids are int64, packed, ids, table, out
 KERNEL(mstar_embedding) { return arg[5].i ? embedding<bf16>(arg) : embedding<float>(arg); }

@@ -116,6 +116,9 @@ inline vf exp(vf x) {
     return x < splat(-87.0f) ? vf{} : x != x ? x : scaled;
 }
 
+inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }
+inline vf silu(vf x) { return x / (1.0f + exp(-x)); }
+
 // One 32-bit word of a packed operand: a float, or two neighbouring bf16 values (the first in the low half).
 template <class T> constexpr int WORD = 4 / int(sizeof(T));
 
@@ -141,5 +144,5 @@ union Arg {
     void* p;
     template <class T> T* as() const { return static_cast<T*>(p); }
 };
-enum Status : int { OK = 0, BAD_POSITION, BAD_SLOT, BAD_PAGE, BAD_LENGTH, BAD_TOKEN };
+enum Status : int { OK = 0, BAD_POSITION, BAD_SLOT, BAD_PAGE, BAD_LENGTH, BAD_TOKEN, BAD_STATE_SLOT, BAD_EXPERT };
 #define KERNEL(name) extern "C" __attribute__((visibility("default"))) int name(const Arg* arg)
