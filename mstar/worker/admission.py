@@ -104,4 +104,5 @@ def _config(request: Request) -> OpenConfig:
         media=opened.media,
         cache_salt=opened.cache_salt,
         has_inputs=bool(opened.inputs),
+        spans_workers=request.spans_workers,
     )

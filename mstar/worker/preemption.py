@@ -18,9 +18,9 @@ Nothing gets stuck, and nothing runs in circles:
    computed nothing, and gives way to anybody (`unused`). All workers order alike, so of those that run the most senior
    one has its way everywhere. When nothing runs on a worker, margins do not count (`unblock`), and who waits for
    other workers gives way after `PATIENCE_S`, to juniors too: that ends circles which no worker can see alone.
-6. Who cannot be preempted once it computes was promised all that it will ever need, so it is never refused. One kind of
-   circle is left: requests over several workers, one of which has a host pool for a cache that cannot be computed
-   again and has promised it to some of them only. There, a deadline is what ends them.
+6. Who cannot be preempted once it computes was promised all that it will ever need, so it is never refused. In one
+   cache, requests over several workers either all can be preempted or none can: the room that a host has for some
+   makes no difference between them (`CacheHoldings.reserve`).
 """
 
 from __future__ import annotations

@@ -90,17 +90,25 @@ class MemoryRig:
 
     # requests
 
-    def introduce(self, handle: int, prompt: Sequence[int], most: int, *, media: Sequence[MediaSpan] = ()) -> Row:
+    def introduce(
+        self,
+        handle: int,
+        prompt: Sequence[int],
+        most: int,
+        *,
+        media: Sequence[MediaSpan] = (),
+        spans_workers: bool = False,
+    ) -> Row:
         """Equal prompts draw equal tokens."""
         drawn = [1000 + (sum(prompt) + place) % 7 for place in range(most - len(prompt))]
         row = Row([*prompt, *drawn], len(prompt), most, self._count)
         self._count += 1
         self.rows[handle] = row
-        self.kv.introduce(handle, row.config._replace(media=tuple(media)))
+        self.kv.introduce(handle, row.config._replace(media=tuple(media), spans_workers=spans_workers))
         return row
 
-    def admit(self, handle: int, prompt: Sequence[int], most: int) -> bool:
-        row = self.introduce(handle, prompt, most)
+    def admit(self, handle: int, prompt: Sequence[int], most: int, *, spans_workers: bool = False) -> bool:
+        row = self.introduce(handle, prompt, most, spans_workers=spans_workers)
         row.admitted = self.kv.reserve(handle)
         return row.admitted
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 class OpenConfig(NamedTuple):
     """What a resource learns of a request: its sampling, its prompt and the most tokens it may ever hold; and what its
-    prompt's bytes in a cache depend on besides its ids. `has_inputs`: it comes with tensors, by signal name."""
+    prompt's bytes in a cache depend on besides its ids. `has_inputs`: it comes with tensors, by signal name.
+    `spans_workers`: other workers have a part in it, so that it may hold room here while it waits for some there."""
 
     sampling: SamplingParams
     prompt_ids: np.ndarray | None
@@ -33,6 +34,7 @@ class OpenConfig(NamedTuple):
     media: tuple[MediaSpan, ...] = ()
     cache_salt: str = ""
     has_inputs: bool = False
+    spans_workers: bool = False
 
 
 class StepContext(NamedTuple):

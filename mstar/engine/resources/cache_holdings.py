@@ -32,10 +32,11 @@ class _Stored(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Tokens of a request: of its prompt, and the most it may ever hold."""
+    """Tokens of a request: of its prompt, and the most it may ever hold. `spans_workers`: as in `OpenConfig`."""
 
     num_prompt: int
     most: int
+    spans_workers: bool
 
 
 class CacheHoldings:
@@ -74,20 +75,22 @@ class CacheHoldings:
         if self.arena.held[handle] or handle in self._sizes:
             raise RuntimeError(f"handle {handle} has not been closed")
         num_prompt = 0 if config.prompt_ids is None else config.prompt_ids.size
-        self._sizes[handle] = _Size(num_prompt, config.max_total_tokens)
+        self._sizes[handle] = _Size(num_prompt, config.max_total_tokens, config.spans_workers)
         self.keys.introduce(handle, config, self.policy)
 
     def reserve(self, handle: int) -> bool:
         """Adopt what there is of the prompt and promise the rest; False: not now, and nothing has changed.
 
         What is promised cannot lead to a deadlock: a request that may outgrow its promise can be preempted and come
-        back, and one that cannot be is promised all that it may ever hold.
+        back, and one that cannot be is promised all that it may ever hold. Requests that span workers are all of one
+        kind here, whatever the host has room for: one that can be preempted would wait here for one that cannot be,
+        which waits for the first elsewhere.
         """
-        num_prompt, most = self._sizes[handle]
+        num_prompt, most, spans_workers = self._sizes[handle]
         first = self._pages_for(min(num_prompt + 1, most))
         if self.policy.recompute:
             return self._adopt(handle, first)
-        host = None if self._host is None else self._host.arena
+        host = None if self._host is None or spans_workers else self._host.arena
         if host is None or not host.promise(handle, self._pages_for(most)):
             return self._adopt(handle, self._pages_for(most))
         if self._adopt(handle, first):
@@ -98,9 +101,10 @@ class CacheHoldings:
     def lacking(self, handle: int, without: Sequence[int] = ()) -> int:
         """Pages by which `reserve` falls short now, or would with those of `without` preempted that can be: what they
         share counts once, and not where `handle` would take it over."""
-        num_prompt, most = self._sizes[handle]
+        num_prompt, most, spans_workers = self._sizes[handle]
         pages = self._pages_for(most)
-        if self.policy.recompute or (self._host is not None and self._host.arena.covers(handle, pages)):
+        host = None if self._host is None or spans_workers else self._host.arena
+        if self.policy.recompute or (host is not None and host.covers(handle, pages)):
             pages = self._pages_for(min(num_prompt + 1, most))
         return max(self.arena.lacking(handle, pages, self._match(handle), self._leaving(without)), 0)
 
@@ -215,7 +219,7 @@ class CacheHoldings:
 
     def _pages_to_resume(self, handle: int) -> int:
         """What a preempted row is promised when it comes back: what it must hold, and room for its next token."""
-        num_prompt, most = self._sizes[handle]
+        num_prompt, most, _ = self._sizes[handle]
         if not self._may_grow(handle):
             return self._pages_for(most)
         needed = max(self._stored[handle].length, int(self.targets[handle]), num_prompt)

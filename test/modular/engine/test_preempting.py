@@ -53,6 +53,17 @@ def test_what_the_host_has_room_for_is_promised_there_whole():
     rig.check()
 
 
+@pytest.mark.parametrize(("recompute", "promised", "lacking"), [(False, 6, 3), (True, 3, 0)])
+def test_requests_over_several_workers_count_on_no_host(recompute: bool, promised: int, lacking: int):
+    """Whatever the host has room for, they are all of one kind."""
+    rig = MemoryRig(recompute=recompute, num_host_pages=11, num_pages=9)
+    assert rig.admit(0, PROMPT, 24, spans_workers=True) and rig.host is not None
+    assert (rig.arena.promised[0], rig.host.arena.promised[0]) == (promised, 0)
+    rig.introduce(1, OTHER, 24, spans_workers=True)
+    assert rig.holdings.lacking(1) == lacking
+    assert rig.kv.reserve(1) == (lacking == 0)
+
+
 def test_a_refusal_of_the_device_gives_the_hosts_promise_back():
     rig = MemoryRig(num_pages=4, recompute=False, num_host_pages=30)
     assert rig.admit(0, PROMPT, 16) and rig.host is not None

@@ -28,17 +28,21 @@ ROWS_OF_A_STEP = 3
 
 
 class Pool:
-    """`RequestMemory` with one cache of pages of one token. `movable`: requests that may be preempted."""
+    """`RequestMemory` with one cache of pages of one token. `movable`: requests that may be preempted; `by_host`: those
+    for whose cache there is a place on the host, which is not for requests over several workers."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self.movable: set[int] = set()
+        self.by_host = False
         self._needs: dict[int, tuple[int, int]] = {}
         self._held: dict[int, int] = {}
         self._promised: dict[int, int] = {}
         self._stored: dict[int, int] = {}
 
     def introduce(self, handle, config) -> None:
+        if self.by_host and config.spans_workers:
+            self.movable.discard(handle)
         self._needs[handle] = (config.prompt_ids.size + 1, config.max_total_tokens)
 
     def most_tokens(self) -> int:
@@ -214,6 +218,7 @@ class Machine:
 VISITORS = st.lists(
     st.tuples(
         st.sampled_from((0, 0, 0, 1)),  # priority
+        st.booleans(),  # there is a place on the host for it, where there is for some only
         st.integers(1, 3),  # prompt
         st.lists(st.sampled_from((0, 0, 1, 1, 2)), min_size=1, max_size=14),  # visits
     ),
@@ -230,15 +235,22 @@ VISITORS = st.lists(
     pauses=st.lists(st.integers(0, 4), min_size=8, max_size=8),
     numbered=st.booleans(),
     moving=st.sampled_from(((0, 1, 2), (), (0,), (1, 2))),
+    mixed=st.sampled_from((None, None, 0, 1)),
 )
-def test_every_request_ends_whatever_it_visits(drawn, spare, max_rows, pauses, numbered, moving):
-    """`numbered`: all workers order alike. `moving`: ranks whose requests may be preempted at any time."""
+def test_every_request_ends_whatever_it_visits(drawn, spare, max_rows, pauses, numbered, moving, mixed):
+    """`numbered`: all workers order alike. `moving`: ranks whose requests may be preempted at any time; at rank `mixed`
+    some may, because the host has no room for more."""
     visitors: dict[str, Visitor] = {}
-    num_pages = spare + max(num_prompt + max(map(visits.count, visits)) for _, num_prompt, visits in drawn)
+    num_pages = spare + max(num_prompt + max(map(visits.count, visits)) for _, _, num_prompt, visits in drawn)
     machines = [Machine(rank, num_pages, max_rows, visitors) for rank in range(3)]
+    for machine in machines:
+        machine.pool.by_host = machine.rank == mixed
     waiting = [
-        (pause, Visitor(f"r{index}", priority, set(moving), num_prompt, visits))
-        for index, ((priority, num_prompt, visits), pause) in enumerate(zip(drawn, pauses, strict=False))
+        (
+            pause,
+            Visitor(f"r{index}", priority, {*moving} | {mixed} if hosted else {*moving} - {mixed}, num_prompt, visits),
+        )
+        for index, ((priority, hosted, num_prompt, visits), pause) in enumerate(zip(drawn, pauses, strict=False))
     ]
     num_visits = sum(len(visitor.visits) for _, visitor in waiting)
     arrivals = {visitor.rid: index * numbered for index, (_, visitor) in enumerate(waiting)}
