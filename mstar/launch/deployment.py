@@ -123,8 +123,8 @@ class Inspected(NamedTuple):
 def inspect_deployment(
     config: DeploymentConfig, *, cache_dir: Path, progress: DownloadProgress | None = None
 ) -> Inspected:
-    """As `resolve_deployment`, for a look: also what this version cannot run yet, and, where the checkpoint cannot be
-    had, with what is known of the published one. A deployment without a checkpoint says nothing about weights.
+    """As `resolve_deployment`, for a look: also what this version cannot run yet. A published checkpoint that is not on
+    this machine is not downloaded if its shape is known: the deployment is then without one.
 
     Raises:
         ConfigError, UnknownModelError, CheckpointError: with what to change.
@@ -133,15 +133,16 @@ def inspect_deployment(
     card = find_card(config.model)
     spec = config.checkpoint or card.default_checkpoint
     notes = list(_not_runnable(config))
+    known = published_config(card, spec)
+    checkpoint, model_config = None, known or {}
     try:
-        checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress) if spec else None
-        model_config = {} if checkpoint is None else checkpoint.config()
-    except CheckpointError as error:
-        known = published_config(card, spec)
+        if spec:
+            checkpoint = resolve_checkpoint(spec, cache_dir=cache_dir, progress=progress, from_hub=known is None)
+            model_config = checkpoint.config()
+    except CheckpointError:
         if known is None:
             raise
-        checkpoint, model_config = None, known
-        notes.append(f"looked at the published shape that this version knows, not at the checkpoint: {error}")
+        notes.append(f"{spec} is not on this machine: this is its published shape, as this version knows it")
     return Inspected(_deployment(config, card, spec, checkpoint, model_config, cache_dir), tuple(notes))
 
 

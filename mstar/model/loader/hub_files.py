@@ -25,8 +25,8 @@ _UNWANTED = ["original/*", "onnx/*", "consolidated*", "openvino/*"]
 _BYTES_BAR = "huggingface_hub.snapshot_download"
 
 
-def fetch_snapshot(hub: HubId, *, progress: ByteProgress | None) -> Path:
-    """The local directory with the repository's files; without a network, the one downloaded before.
+def fetch_snapshot(hub: HubId, *, progress: ByteProgress | None, is_local: bool = False) -> Path:
+    """The local directory with the repository's files; with `is_local`, or without a network, one downloaded before.
 
     Raises:
         CheckpointError: there is no such repository or revision, it needs a login, or the hub cannot be reached and
@@ -39,6 +39,7 @@ def fetch_snapshot(hub: HubId, *, progress: ByteProgress | None) -> Path:
             revision=hub.revision,
             allow_patterns=_WANTED,
             ignore_patterns=_UNWANTED,
+            local_files_only=is_local,
             tqdm_class=_silent_bar(f"downloading {hub.repo}", progress),
         )
     except GatedRepoError as error:
