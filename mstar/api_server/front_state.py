@@ -12,6 +12,7 @@ from fastapi import Request
 from tokenizers import Tokenizer
 
 from mstar.api_server.errors import MAX_SHOWN
+from mstar.api_server.media import MediaLoader
 from mstar.api_server.token_text import TokenTexts
 from mstar.conductor.events import Failure, RefusedError, RequestStream
 from mstar.conductor.handle import ConductorHandle
@@ -40,7 +41,8 @@ class LiveRequests:
 
 @dataclass(slots=True)
 class FrontState:
-    """`served_names`: what `model` may be in a request. `max_body_bytes`, `api_keys`: as configured."""
+    """`served_names`: what `model` may be in a request. `max_body_bytes`, `api_keys`: as configured. `media`: loads
+    what requests name by URL."""
 
     handle: ConductorHandle
     tokenizer: Tokenizer | None
@@ -48,6 +50,7 @@ class FrontState:
     max_body_bytes: int
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    media: MediaLoader = field(default_factory=MediaLoader)
     created: int = field(default_factory=lambda: int(time.time()))
     live: LiveRequests = field(default_factory=LiveRequests)
     token_texts: TokenTexts | None = None

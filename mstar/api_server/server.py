@@ -27,6 +27,7 @@ from mstar.api_server.connection import FrontProtocol, raise_descriptor_limit
 from mstar.api_server.front_state import FrontState
 from mstar.api_server.log_format import configure_logging
 from mstar.api_server.loop_watch import LoopWatch
+from mstar.api_server.media import MediaLoader
 from mstar.communication.address import FRONT_RANK
 from mstar.communication.bus import Bus, ZmqBus
 from mstar.communication.messages import Hello, Ready, ToFront
@@ -105,6 +106,7 @@ def assemble_front(
         tokenizer=None if directory is None else load_tokenizer(directory),
         served_names=spec.served_names,
         max_body_bytes=server.max_body_bytes,
+        media=MediaLoader(server.media),
         api_keys=server.api_keys,
         cors_origins=server.cors_origins,
     )

@@ -66,10 +66,11 @@ class ChoiceText(Generic[T]):
     """The text of one choice. Each token may carry a note (its logprobs), which is released with the token's text.
 
     `num_tokens`: tokens that count, end tokens included, without those whose text a stop string cut off. `is_stopped`:
-    a stop string was found; later tokens are ignored.
+    a stop string was found; later tokens are ignored. `num_told`: characters that the tokens so far have, whether they
+    may be shown or not.
     """
 
-    __slots__ = ("_detokenizer", "_ends", "_matcher", "_num_shown", "_num_told", "_waiting", "is_stopped", "num_tokens")
+    __slots__ = ("_detokenizer", "_ends", "_matcher", "_num_shown", "_waiting", "is_stopped", "num_tokens", "num_told")
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class ChoiceText(Generic[T]):
         self._detokenizer = Detokenizer(tokenizer, prompt_tail[-PRIMING_TOKENS:])
         self._ends = end_tokens
         self._matcher = None if stops is None else StopMatcher(stops)
-        self._num_told = 0
+        self.num_told = 0
         self._num_shown = 0
         self._waiting: deque[tuple[int, T | None]] = deque()
 
@@ -104,7 +105,7 @@ class ChoiceText(Generic[T]):
         self.num_tokens += 1
         if token in self._ends:
             return Piece("", [])
-        self._waiting.append((self._num_told, note))
+        self._waiting.append((self.num_told, note))
         return self._release(self._detokenizer.push(token), is_last=False)
 
     def finish(self) -> Piece[T]:
@@ -115,7 +116,7 @@ class ChoiceText(Generic[T]):
 
     def _release(self, text: str, *, is_last: bool) -> Piece[T]:
         matcher = self._matcher
-        self._num_told += len(text)
+        self.num_told += len(text)
         if matcher is not None:
             text = matcher.feed(text)
             if is_last and not matcher.is_matched:

@@ -68,6 +68,19 @@ class ServerConfig(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: tuple[str, ...] = ()
+class MediaConfig(Section):
+    """Media that requests name by URL. `allowed_hosts`: http(s) URLs are fetched from these only: `images.example.com`,
+    `*.example.com`, `*` for any, each with `:PORT` where it is not the scheme's own. `max_bytes`: of all media of one
+    request together. `timeout_s`: for fetching them all. `allows_private_addresses`: hosts may have addresses that are
+    not public."""
+
+    allowed_hosts: tuple[str, ...] = ()
+    max_bytes: Annotated[int, Field(ge=1, le=2**30)] = 64 * 1024 * 1024
+    timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    max_redirects: Annotated[int, Field(ge=0, le=20)] = 3
+    allows_private_addresses: bool = False
+
+
     served_names: tuple[str, ...] = ()
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     request_timeout_s: Annotated[float, Field(gt=0)] | None = None
@@ -83,6 +96,7 @@ class NodeGroup(Section):
     count from 0 and leave no gap."""
 
     node_names: Annotated[tuple[str, ...], Field(min_length=1)]
+    media: MediaConfig = MediaConfig()
     ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
     tp_size: Annotated[int, Field(ge=1)] = 1
 

@@ -1,18 +1,20 @@
 """From OpenAI's request schemas to the conductor's `GenerateRequest`. Pure; raises `RefusedError` naming the field.
 
-What a schema cannot say is checked here: ids against the vocabulary, fields against each other, messages against what
-a chat template can take.
+What a schema cannot say is checked here: ids against the vocabulary, fields against each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mstar.api_server.answer.reader import AnswerFormat
 from mstar.api_server.errors import bad_request, failure_of_validation
-from mstar.api_server.openai.chat_schema import ChatMessageFields, ChatRequest
+from mstar.api_server.openai.chat_messages import chat_messages
+from mstar.api_server.openai.chat_schema import ChatRequest, ToolFields
 from mstar.api_server.openai.completion_schema import MAX_PROMPTS, CompletionRequest
 from mstar.api_server.openai.fields import GenerationFields
 from mstar.api_server.stop_strings import StopAutomaton
@@ -21,20 +23,18 @@ from mstar.conductor.admission import check_prompt_length
 from mstar.conductor.events import RefusedError
 from mstar.conductor.handle import ModelFacts
 from mstar.conductor.request import GenerateRequest, PromptInput
-from mstar.model.base import ChatMessage
 
 DEFAULT_COMPLETION_TOKENS = 16
 GREEDY_BELOW = 1e-5
 """A lower temperature could only choose between tokens whose logits differ by less than fp32 can tell; it is greedy."""
 GREEDY_TOP_P = 1e-30
 """Below it only the likeliest token can be meant, and fp32 might have no number for it."""
-CHAT_ROLES = {"developer": "system"}
 
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """A request for text: what the conductor gets, and what the front itself does with the tokens. `num_logprobs`:
-    most likely tokens to show beside each (None: no logprobs)."""
+    most likely tokens to show beside each (None: no logprobs). `answer`: how the text is taken apart (None: not)."""
 
     generate: GenerateRequest
     model: str
@@ -43,14 +43,18 @@ class TextRequest:
     is_streamed: bool
     includes_usage: bool
     num_logprobs: int | None
+    answer: AnswerFormat | None
+
+    @property
+    def tells_reasoning(self) -> bool:
+        return self.answer is not None and self.answer.reasoning is not None
 
 
-def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str) -> TextRequest:
-    """A chat completion."""
+def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str, media: Sequence[bytes] = ()) -> TextRequest:
+    """A chat completion. `media`: the files of `chat_media(body.messages)`."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
-    if body.tools and body.tool_choice != "none":
-        raise bad_request("This server does not support tools yet; with tool_choice 'none' they are left out.", "tools")
+    tools = _tools(body, facts)
     max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
     if max_tokens is None:
         max_tokens, field = body.max_tokens, "max_tokens"
@@ -59,12 +63,19 @@ def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str) -> TextRequ
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1].role != "assistant":
         raise bad_request("The last message must be the assistant's to be continued.", "continue_final_message")
-    messages = chat_messages(body.messages)
+    messages = chat_messages(body.messages, media)
     if continues and not (isinstance(messages[-1].content, str) and messages[-1].content.strip()):
         raise bad_request("The last message has no text to continue.", "continue_final_message")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    prompt = PromptInput(kind="chat", messages=messages, continue_final_message=continues)
-    return _text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, clamps=False)
+    prompt = PromptInput(
+        kind="chat",
+        messages=messages,
+        continue_final_message=continues,
+        tools=tool_mappings(tools),
+        template_variables=body.chat_template_kwargs or {},
+    )
+    answer = _answer_format(tools, facts)
+    return _text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, answer, clamps=False)
 
 
 def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str) -> TextRequest:
@@ -74,12 +85,33 @@ def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str)
     clamps = body.max_tokens is None
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = _completion_prompts(body, facts)
-    return _text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, clamps=clamps)
+    return _text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
 
 
-def chat_messages(messages: Sequence[ChatMessageFields]) -> tuple[ChatMessage, ...]:
-    """Messages as a chat template sees them."""
-    return tuple(_chat_message(message, index) for index, message in enumerate(messages))
+def tool_mappings(tools: Sequence[ToolFields]) -> tuple[dict[str, Any], ...]:
+    """Tools as a chat template sees them."""
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
+
+
+def _tools(body: ChatRequest, facts: ModelFacts) -> Sequence[ToolFields]:
+    """What the model may call."""
+    if not body.tools:
+        if body.tool_choice == "auto":
+            raise bad_request("tool_choice auto needs tools.", "tool_choice")
+        return ()
+    if body.tool_choice == "none":
+        return ()
+    if facts.output_format.tool_calls is None:
+        raise bad_request("This model does not call tools; with tool_choice 'none' they are left out.", "tools")
+    return body.tools
+
+
+def _answer_format(tools: Sequence[ToolFields], facts: ModelFacts) -> AnswerFormat | None:
+    reasoning = facts.output_format.reasoning
+    if reasoning is None and not tools:
+        return None
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return AnswerFormat(reasoning, schemas or None)
 
 
 def model_parameters(values: dict[str, object] | None, facts: ModelFacts) -> BaseModel:
@@ -100,6 +132,7 @@ def _text_request(
     max_tokens: int | None,
     max_tokens_field: str,
     num_logprobs: int | None,
+    answer: AnswerFormat | None,
     *,
     clamps: bool,
 ) -> TextRequest:
@@ -152,26 +185,8 @@ def _text_request(
         is_streamed=bool(body.stream),
         includes_usage=bool(body.stream_options and body.stream_options.include_usage),
         num_logprobs=num_logprobs,
+        answer=answer,
     )
-
-
-def _chat_message(message: ChatMessageFields, index: int) -> ChatMessage:
-    where = f"messages[{index}]"
-    content = message.content
-    if content is None and message.role != "assistant":
-        raise bad_request(f"A {message.role} message needs content.", f"{where}.content")
-    if content is None and not message.tool_calls:
-        raise bad_request("An assistant message needs content or tool_calls.", f"{where}.content")
-    if message.tool_calls and message.role != "assistant":
-        raise bad_request("Only an assistant message has tool_calls.", f"{where}.tool_calls")
-    if message.role == "tool" and message.tool_call_id is None:
-        raise bad_request("A tool message needs tool_call_id.", f"{where}.tool_call_id")
-    text = "".join(part.text for part in content) if isinstance(content, list) else content or ""
-    extra: dict[str, object] = {}
-    for name in ("name", "tool_calls", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            extra[name] = value
-    return ChatMessage(CHAT_ROLES.get(message.role, message.role), text, extra)
 
 
 def _completion_prompts(body: CompletionRequest, facts: ModelFacts) -> tuple[PromptInput, ...]:

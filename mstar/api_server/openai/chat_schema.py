@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from mstar.api_server.openai.fields import (
     FIRST,
@@ -22,27 +22,139 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 16384
 """Of the contents of all messages together."""
 MAX_TOOLS = 1024
+MAX_FUNCTION_NAME_CHARS = 128
+
+
+PART_TAGS = {"text": "a text", "image_url": "an image", "video_url": "a video"}
+MAX_KIND_CHARS = 40
+RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Of a chat template: the server sets them itself."""
+
+
+def _known_kind(kind: Any) -> Any:
+    if isinstance(kind, str) and kind not in PART_TAGS:
+        raise ValueError(f"a part of a content is {', '.join(PART_TAGS)}, not {kind[:MAX_KIND_CHARS]!r}")
+    return kind
 
 
 class TextPart(Schema):
-    """A part of a message's content."""
+    """A text as part of a message's content."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_known_kind)]
     text: str
 
 
+class ImageUrl(Schema):
+    """A data URL, or an http(s) URL of a host that the server may fetch from."""
+
+    url: str
+    detail: Annotated[Literal["auto"] | None, Field(description="Only auto.")] = None
+
+
+class ImagePart(Schema):
+    """An image as part of a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class VideoUrl(Schema):
+    """As an image's."""
+
+    url: str
+
+
+class VideoPart(Schema):
+    """A video as part of a message's content."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl
+
+
+def _part_tag(part: Any) -> str:
+    """What is no part at all is looked at as a text, whose schema says what is wrong with it. The tags are no
+    identifiers, so that no error's field name has them."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return PART_TAGS.get(kind, "a text") if isinstance(kind, str) else "a text"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[ImagePart, Tag("an image")] | Annotated[VideoPart, Tag("a video")],
+    Discriminator(_part_tag),
+]
+
+
+class CalledFunction(Schema):
+    """`arguments`: a JSON object, as text."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
+    arguments: str
+
+
+class CallFields(Schema):
+    """A call that an assistant's message made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: Annotated[int | None, Field(description="Accepted, without effect.")] = None
+
+
 class ChatMessageFields(Schema):
-    """One message. Content is null only for an assistant; parts equal their texts, joined."""
+    """One message. Content is null only for an assistant; parts of text equal their texts, joined."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FIRST] | None = None
+    content: str | Annotated[list[Part], FIRST] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], FIRST] | None = None
+    tool_calls: Annotated[list[CallFields], FIRST] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: Ignored = None
     annotations: Annotated[list[Any] | None, Field(description="Accepted, without effect.")] = None
     audio: Unsupported = None
     function_call: Unsupported = None
+
+
+class FunctionFields(Schema):
+    """`parameters`: a JSON schema of its arguments, an object."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=MAX_FUNCTION_NAME_CHARS)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Literal[False] | None, Field(description="Only false: arguments are not constrained.")] = None
+
+
+class ToolFields(Schema):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+def _refuse_forced_calls(choice: Any) -> Any:
+    if choice == "required" or isinstance(choice, dict):
+        what = "required" if choice == "required" else "the choice of a tool"
+        raise ValueError(f"{what} is not served by this version; none and auto are")
+    return choice
+
+
+def _refuse_reserved(variables: Any) -> Any:
+    if isinstance(variables, dict) and (taken := sorted(RESERVED_VARIABLES & variables.keys())):
+        raise ValueError(f"{taken[0]} is set by the server, from the request's own fields")
+    return variables
+
+
+Tools = Annotated[
+    Annotated[list[ToolFields], FIRST] | None,
+    at_most(MAX_TOOLS, "tools"),
+    Field(description="Functions that the model may call; where it calls none, only with tool_choice none."),
+]
+TemplateVariables = Annotated[
+    dict[str, Any] | None,
+    at_most(MAX_PAIRS, "entries"),
+    BeforeValidator(_refuse_reserved),
+    Field(description="Further variables of the model's chat template, such as enable_thinking."),
+]
 
 
 def _bound_parts(messages: Any) -> Any:
@@ -79,13 +191,10 @@ class ChatRequest(GenerationFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FIRST] | None = None
-    tools: Annotated[
-        Annotated[list[dict[str, Any]], FIRST] | None,
-        at_most(MAX_TOOLS, "tools"),
-        Field(description="Only with tool_choice none."),
-    ] = None
-    tool_choice: Literal["none"] | None = None
+    tools: Tools = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_refuse_forced_calls)] = None
     parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: TemplateVariables = None
     continue_final_message: Annotated[
         bool | None, Field(description="Go on with the last message, an assistant's, instead of answering it.")
     ] = None

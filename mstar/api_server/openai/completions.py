@@ -7,9 +7,11 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.front_state import FrontState, front_of, new_id, request_id_of
 from mstar.api_server.json_body import read_json
 from mstar.api_server.openai.adapter import TextRequest, from_chat, from_completion
+from mstar.api_server.openai.chat_messages import chat_media
 from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
 from mstar.api_server.openai.shapes import ChatShape, CompletionShape, ResponseShape
@@ -24,7 +26,10 @@ async def chat_completions(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, ChatRequest)
     front.check_model(body.model)
-    asked = from_chat(body, front.handle.facts, request_id_of(request))
+    facts = front.handle.facts
+    sources = chat_media(body.messages, facts.input_modalities)
+    media = await unless_client_leaves(request.receive, front.media.load(sources)) if sources else ()
+    asked = from_chat(body, facts, request_id_of(request), media)
     return await _answer(request, front, asked, ChatShape, "chatcmpl-")
 
 

@@ -13,13 +13,16 @@ from mstar.api_server.token_text import TokenTexts
 from mstar.communication.messages import TokenLogprobs
 
 IMPOSSIBLE = -9999.0
+NOT_ASKED = TokenLogprobs(0.0, (), ())
+"""Of a token whose note is kept for another reason."""
 
 
 class TokenNote(NamedTuple):
-    """What is kept of a token until its text is shown."""
+    """What is kept of a token until its text is shown. `start`: where its text begins, in characters of the whole."""
 
     token: int
     logprobs: TokenLogprobs
+    start: int
 
 
 def finite(logprob: float) -> float:

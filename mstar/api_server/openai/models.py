@@ -37,7 +37,11 @@ def _entry(front: FrontState, name: str) -> dict[str, Any]:
         "owned_by": "mstar",
         "root": front.served_names[0],
         "max_model_len": facts.max_seq_len,
-        "modalities": {"input": facts.card.modalities_in, "output": facts.card.modalities_out},
+        "modalities": {"input": facts.input_modalities, "output": facts.card.modalities_out},
         "endpoints": facts.card.endpoints,
+        "capabilities": {
+            "reasoning": facts.output_format.reasoning is not None,
+            "tool_calls": facts.output_format.tool_calls is not None,
+        },
         "parameters": facts.parameters.model_json_schema(),
     }

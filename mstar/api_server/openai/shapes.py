@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from mstar.api_server.answer.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from mstar.api_server.answer.reader import WholeAnswer
 from mstar.api_server.openai.logprobs import TokenNote, chat_logprobs, completion_logprobs
 from mstar.api_server.token_text import TokenTexts
 
@@ -52,14 +54,18 @@ class ResponseShape(ABC):
         """What a choice begins with."""
         return b""
 
-    def delta_chunk(self, choice: int, text: str, notes: Sequence[TokenNote], offset: int) -> bytes:
-        """Text with its logprobs."""
+    def delta_chunk(self, choice: int, delta: AnswerDelta, notes: Sequence[TokenNote], offset: int) -> bytes:
+        """A delta, with the logprobs of the tokens that it completes."""
         before, after = self.parts[choice]
+        if type(delta) is ContentDelta:
+            inside = before + encode_json(delta.text)
+        else:
+            inside = self.special_delta(before, delta)
         if self._num_logprobs is None:
-            return before + encode_json(text) + after
+            return inside + after
         logprobs = encode_json(self.logprobs(notes, offset))
         tail = b',"logprobs":' + logprobs + b',"finish_reason":null}]' + self._closing
-        return before + encode_json(text) + self.delta_end + tail
+        return inside + self.delta_end + tail
 
     def finish_chunk(self, choice: int, reason: str) -> bytes:
         before, _ = self.parts[choice]
@@ -81,9 +87,13 @@ class ResponseShape(ABC):
     @abstractmethod
     def empty_delta(self, before: bytes) -> bytes: ...
     @abstractmethod
+    def special_delta(self, before: bytes, delta: AnswerDelta) -> bytes:
+        """`before` with a delta that is not content in its place, up to where `delta_end` follows."""
+
+    @abstractmethod
     def format_logprobs(self, notes: Sequence[TokenNote], offset: int, num_top: int) -> dict[str, Any]: ...
     @abstractmethod
-    def choice(self, index: int, text: str, notes: Sequence[TokenNote], reason: str) -> dict[str, Any]:
+    def choice(self, index: int, answer: WholeAnswer, notes: Sequence[TokenNote], reason: str) -> dict[str, Any]:
         """One entry of `choices` of the whole response."""
 
 
@@ -103,8 +113,36 @@ class ChatShape(ResponseShape):
     def format_logprobs(self, notes: Sequence[TokenNote], offset: int, num_top: int) -> dict[str, Any]:
         return chat_logprobs(notes, self._texts, num_top)
 
-    def choice(self, index: int, text: str, notes: Sequence[TokenNote], reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def special_delta(self, before: bytes, delta: AnswerDelta) -> bytes:
+        start = before.removesuffix(b'{"content":')
+        match delta:
+            case ReasoningDelta(text):
+                return start + b'{"reasoning_content":' + encode_json(text)
+            case CallDelta(index, call_id, name):
+                call = {
+                    "index": index,
+                    "id": call_id,
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
+                return start + b'{"tool_calls":[' + encode_json(call) + b"]"
+            case ArgumentsDelta(index, text):
+                head = b'{"tool_calls":[{"index":%d,"function":{"arguments":' % index
+                return start + head + encode_json(text) + b"}}]"
+            case _:
+                return before + encode_json(delta.text)
+
+    def choice(self, index: int, answer: WholeAnswer, notes: Sequence[TokenNote], reason: str) -> dict[str, Any]:
+        """Content is null only beside tool calls."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if calls := answer.calls:
+            message["content"] = answer.content or None
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
         return {"index": index, "message": message, "logprobs": self.logprobs(notes, 0), "finish_reason": reason}
 
 
@@ -120,5 +158,8 @@ class CompletionShape(ResponseShape):
     def format_logprobs(self, notes: Sequence[TokenNote], offset: int, num_top: int) -> dict[str, Any]:
         return completion_logprobs(notes, self._texts, num_top, offset)
 
-    def choice(self, index: int, text: str, notes: Sequence[TokenNote], reason: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": self.logprobs(notes, 0), "finish_reason": reason}
+    def special_delta(self, before: bytes, delta: AnswerDelta) -> bytes:
+        raise AssertionError("a text completion is not taken apart")
+
+    def choice(self, index: int, answer: WholeAnswer, notes: Sequence[TokenNote], reason: str) -> dict[str, Any]:
+        return {"index": index, "text": answer.content, "logprobs": self.logprobs(notes, 0), "finish_reason": reason}

@@ -6,23 +6,34 @@ Front loop only; one task per request, and a second one that waits for the clien
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from mstar.api_server.answer.deltas import AnswerDelta, ContentDelta
+from mstar.api_server.answer.reader import AnswerReader, WholeAnswer
 from mstar.api_server.client_watch import client_left
 from mstar.api_server.connection import BODY_WRITER, BodyWriter
+from mstar.api_server.front_state import new_id
 from mstar.api_server.openai.adapter import TextRequest
-from mstar.api_server.openai.logprobs import TokenNote
+from mstar.api_server.openai.logprobs import NOT_ASKED, TokenNote
 from mstar.api_server.openai.shapes import ResponseShape, encode_json
 from mstar.api_server.openai.usage import Usage
 from mstar.api_server.sse import DONE, SSE_HEADERS, error_event
 from mstar.api_server.text import ChoiceText, Piece
 from mstar.conductor.events import Event, Failure, FinishedEvent, PreparedEvent, RefusedError, RequestStream, TokenEvent
 from mstar.conductor.handle import ConductorHandle
+
+
+class Output(NamedTuple):
+    """What may be shown now of a choice, and the notes of the tokens that it completes."""
+
+    deltas: Sequence[AnswerDelta]
+    notes: Sequence[TokenNote]
 
 
 class TextRun:
@@ -34,12 +45,13 @@ class TextRun:
         """Raises `RefusedError` if the request is not taken on."""
         self.shape = shape
         self.request = request
-        self.usage = Usage(request.generate.num_choices)
+        self.usage = Usage(request.generate.num_choices, counts_reasoning=request.tells_reasoning)
         self.stream: RequestStream = handle.submit(request.generate)
         self._handle = handle
         self._tokenizer = tokenizer
         self._num_results = request.generate.num_results
         self._choices: list[ChoiceText[TokenNote]] = [self._new_choice(()) for _ in range(self._num_results)]
+        self._readers: list[AnswerReader] = []
         self._offsets = [0] * self._num_results
         self._leaving: asyncio.Task[None] | None = None
 
@@ -58,16 +70,16 @@ class TextRun:
         Raises:
             RefusedError: the request failed.
         """
-        texts: list[list[str]] = [[] for _ in range(self._num_results)]
+        answers = [WholeAnswer() for _ in range(self._num_results)]
         notes: list[list[TokenNote]] = [[] for _ in range(self._num_results)]
         reasons = [""] * self._num_results
         while events := await self.stream.take():
             for event in events:
                 match event:
                     case TokenEvent(choice=index):
-                        piece = self._push(event)
+                        output = self._push(event)
                     case FinishedEvent(choice=index):
-                        piece, reasons[index] = self._finish(event)
+                        output, reasons[index] = self._finish(event)
                     case PreparedEvent():
                         self._prepared(event)
                         continue
@@ -75,11 +87,11 @@ class TextRun:
                         raise RefusedError(event)
                     case _:
                         continue
-                texts[index].append(piece.text)
-                notes[index].extend(piece.notes)
+                for delta in output.deltas:
+                    answers[index].add(delta)
+                notes[index].extend(output.notes)
         choices = [
-            self.shape.choice(index, "".join(texts[index]), notes[index], reasons[index])
-            for index in range(self._num_results)
+            self.shape.choice(index, answers[index], notes[index], reasons[index]) for index in range(self._num_results)
         ]
         return self.shape.whole(choices, self.usage.as_json())
 
@@ -101,8 +113,8 @@ class TextRun:
         """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body.
         With `writer`, passes that bring only tokens are written without waking this task."""
         body = [self.shape.opening_chunk(index) for index in range(self._num_results)]
-        is_plain = self.request.num_logprobs is None and self.request.stops is None
-        add = self._add_plain if is_plain else self._add
+        add = self._add_of_a_token() or self._add
+        is_plain = add != self._add
         stream = self.stream
         is_open = True
         while True:
@@ -114,7 +126,7 @@ class TextRun:
                 await send({"type": "http.response.body", "body": b"".join(body), "more_body": True})
                 body.clear()
             if not stream.has_pending:
-                stream.sink = partial(self._write_tokens, writer) if writer is not None and is_plain else None
+                stream.sink = partial(self._write_tokens, writer, add) if writer is not None and is_plain else None
                 await stream.more()
                 stream.sink = None
             events = stream.take_now()
@@ -124,19 +136,26 @@ class TextRun:
             body.append(DONE)
         await send({"type": "http.response.body", "body": b"".join(body), "more_body": False})
 
-    def _write_tokens(self, writer: BodyWriter) -> bool:
+    def _add_of_a_token(self) -> Callable[[Event, list[bytes]], bool] | None:
+        """The cheaper `_add`, where nothing has to be kept of a token until its text is shown."""
+        if self.request.num_logprobs is not None or self.request.stops is not None:
+            return None
+        return self._add_plain if self.request.answer is None else self._add_read
+
+    def _write_tokens(self, writer: BodyWriter, add: Callable[[Event, list[bytes]], bool]) -> bool:
         """What has come is tokens and can be written: writes it. Called by the conductor, once per pass."""
         if not (writer.can_write and self.stream.has_only_tokens()):
             return False
         body: list[bytes] = []
         for event in self.stream.take_now():
-            self._add_plain(event, body)
+            add(event, body)
         if body:
             writer.write(b"".join(body))
         return True
 
     def _add_plain(self, event: Event, body: list[bytes]) -> bool:
-        """As `_add`, for a request without stop strings and logprobs; a token costs the least here."""
+        """As `_add`, for a request without stop strings and logprobs whose answer is not taken apart; a token costs the
+        least here."""
         if type(event) is not TokenEvent:
             return self._add(event, body)
         text = self._choices[event.choice].push(event.token)
@@ -145,14 +164,28 @@ class TextRun:
             body += (before, encode_json(text), after)
         return True
 
+    def _add_read(self, event: Event, body: list[bytes]) -> bool:
+        """As `_add_plain`, for an answer that is taken apart."""
+        if type(event) is not TokenEvent:
+            return self._add(event, body)
+        choice = event.choice
+        reader = self._readers[choice]
+        was_reasoning = reader.is_reasoning
+        text = self._choices[choice].push(event.token)
+        if text:
+            body += [self.shape.delta_chunk(choice, delta, (), 0) for delta in reader.feed(text)]
+        if was_reasoning or reader.is_reasoning:
+            reader.num_reasoning_tokens += 1
+        return True
+
     def _add(self, event: Event, body: list[bytes]) -> bool:
         """Puts the chunks of one event behind `body`. False: the request has failed, nothing may follow."""
         match event:
             case TokenEvent():
-                self._add_delta(event.choice, self._push(event), body)
+                self._add_output(event.choice, self._push(event), body)
             case FinishedEvent():
-                piece, reason = self._finish(event)
-                self._add_delta(event.choice, piece, body)
+                output, reason = self._finish(event)
+                self._add_output(event.choice, output, body)
                 body.append(self.shape.finish_chunk(event.choice, reason))
             case PreparedEvent():
                 self._prepared(event)
@@ -163,10 +196,15 @@ class TextRun:
                 pass
         return True
 
-    def _add_delta(self, choice: int, piece: Piece[TokenNote], body: list[bytes]) -> None:
-        if piece.text or piece.notes:
-            body.append(self.shape.delta_chunk(choice, piece.text, piece.notes, self._offsets[choice]))
-            self._offsets[choice] += len(piece.text)
+    def _add_output(self, choice: int, output: Output, body: list[bytes]) -> None:
+        """The last of the deltas that tokens bring together has their logprobs."""
+        deltas = output.deltas
+        if not deltas and output.notes and self.request.num_logprobs is not None:
+            deltas = (ContentDelta(""),)
+        for index, delta in enumerate(deltas, 1):
+            notes = output.notes if index == len(deltas) else ()
+            body.append(self.shape.delta_chunk(choice, delta, notes, self._offsets[choice]))
+            self._offsets[choice] += len(delta.text) if type(delta) is ContentDelta else 0
 
     def _new_choice(self, prompt_tail: Sequence[int]) -> ChoiceText[TokenNote]:
         return ChoiceText(
@@ -179,25 +217,51 @@ class TextRun:
     def _prepared(self, event: PreparedEvent) -> None:
         """A completion continues its prompt's text; a chat answer begins a text of its own."""
         request = self.request.generate
+        first = event.prompt * request.num_choices
         if request.prompts[event.prompt].kind == "completion":
-            first = event.prompt * request.num_choices
             for index in range(first, first + request.num_choices):
                 self._choices[index] = self._new_choice(event.tail)
+        elif self.request.answer is not None:
+            self._readers = [
+                AnswerReader(
+                    self.request.answer, opens_reasoning=event.opens_reasoning, new_id=partial(new_id, "call_")
+                )
+                for _ in range(request.num_choices)
+            ]
 
-    def _push(self, event: TokenEvent) -> Piece[TokenNote]:
+    def _push(self, event: TokenEvent) -> Output:
         choice = self._choices[event.choice]
         was_stopped = choice.is_stopped
-        note = None if event.logprobs is None else TokenNote(event.token, event.logprobs)
+        note = None
+        if event.logprobs is not None or self._readers:
+            note = TokenNote(event.token, event.logprobs or NOT_ASKED, choice.num_told)
         piece = choice.push_noted(event.token, note)
         if choice.is_stopped and not was_stopped:
             self._handle.stop(self.stream, event.choice)
-        return piece
+        return self._read(event.choice, piece)
 
-    def _finish(self, event: FinishedEvent) -> tuple[Piece[TokenNote], str]:
+    def _finish(self, event: FinishedEvent) -> tuple[Output, str]:
         choice = self._choices[event.choice]
-        piece = choice.finish()
-        self.usage.add(event, choice.num_tokens)
-        return piece, "stop" if choice.is_stopped else event.reason
+        output = self._read(event.choice, choice.finish())
+        reason, num_reasoning = event.reason, 0
+        if choice.is_stopped:
+            reason = "stop"
+        if self._readers:
+            reader = self._readers[event.choice]
+            rest = reader.finish(is_whole=reason == "stop" and not choice.is_stopped)
+            output = Output((*output.deltas, *rest), output.notes)
+            reason, num_reasoning = reader.reason(reason), reader.num_reasoning_tokens
+        self.usage.add(event, choice.num_tokens, num_reasoning)
+        return output, reason
+
+    def _read(self, choice: int, piece: Piece[TokenNote]) -> Output:
+        text, notes = piece
+        if not self._readers:
+            return Output((ContentDelta(text),) if text else (), notes)
+        reader = self._readers[choice]
+        deltas = reader.feed(text) if text else ()
+        reader.num_reasoning_tokens += sum(reader.has_reasoning_at(note.start) for note in notes)
+        return Output(deltas, notes)
 
     async def _abort_when_left(self, receive: Receive) -> None:
         await client_left(receive)

@@ -198,6 +198,9 @@ def test_what_the_workers_caches_never_hold(front: RunningFront):
         front.call(lambda: setattr(state, "max_total_tokens", 0))
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
@@ -216,9 +219,15 @@ def user(content: Any) -> list[dict[str, Any]]:
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "assistant", "content": None}], "messages[0].content"),
         (user([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type"),
+        (user([{"type": "video_url", "video_url": {"url": "x"}}]), "messages[0].content[0].type"),
+        (user([{"type": "image_url", "image_url": "x"}]), "messages[0].content[0].image_url"),
+        (user([{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}]),
+         "messages[0].content[0].image_url.detail"),
         (user([{"type": "text", "text": "x"}, {"type": "input_audio"}]), "messages[0].content[1].type"),
         (user([{"type": "text"}]), "messages[0].content[0].text"),
-        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x", "reasoning_content": "y"}], "messages[0].reasoning_content"),
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
         ([{"role": "user", "content": "x", "colour": "red"}], "messages[0].colour"),
     ],
@@ -245,12 +254,11 @@ def test_messages_that_work(front: RunningFront):
     assert prompt_text(front, [{"role": "user", "content": ""}]) == turn("user", "") + answer
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert prompt_text(front, [{"role": "user", "content": parts}]) == turn("user", "one two") + answer
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     past = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": "x", "name": "Ann"},
         {"role": "assistant", "content": "", "refusal": None, "annotations": [], "audio": None, "function_call": None},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
     ]
     turns = [("system", "be brief"), ("user", "x"), ("assistant", ""), ("assistant", ""), ("tool", "4")]
