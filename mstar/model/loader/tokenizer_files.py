@@ -154,7 +154,8 @@ def template_names(template: str) -> frozenset[str]:
         ChatTemplateError: it is no template.
     """
     try:
-        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+        environment = _environment()
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys())
     except jinja2.TemplateError as error:
         raise ChatTemplateError(f"the model's chat template cannot be used: {error}") from error
 
