@@ -18,28 +18,35 @@ class Section(BaseModel):
 
 
 class ResourceTuning(Section):
-    """Size of one resource, by its key. At most one of `num_pages` and `memory_fraction`; neither: on a CPU the smaller
-    of 4 GiB and a quarter of the free memory. `host_bytes`: memory of the host that a cache may move preempted requests
-    to, beside its own; 0: none."""
+    """Size of one resource, by its key. At most one of `num_pages` (of a cache) or `num_slots` (of recurrent states, of
+    requests and snapshots together) and `memory_fraction`; none: on a CPU the smaller of 4 GiB and a quarter of the
+    free memory, half of it for states where there are any. `host_bytes`: memory of the host that a cache or states may
+    be moved to when a request is preempted, beside their own; 0: none. `max_bytes`: of features of images and videos
+    that are kept for later requests; 256 MiB without it."""
 
     num_pages: Annotated[int, Field(ge=2)] | None = None
+    num_slots: Annotated[int, Field(ge=2)] | None = None
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     host_bytes: Annotated[int, Field(ge=0)] = 0
+    max_bytes: Annotated[int, Field(ge=0)] | None = None
     backend: str | None = None
 
     @model_validator(mode="after")
     def _one_size(self) -> ResourceTuning:
-        if self.num_pages is not None and self.memory_fraction is not None:
-            raise ValueError("give num_pages or memory_fraction, not both")
+        for name in ("num_pages", "num_slots"):
+            if getattr(self, name) is not None and self.memory_fraction is not None:
+                raise ValueError(f"give {name} or memory_fraction, not both")
         return self
 
 
 class PrefixCacheConfig(Section):
     """`enabled`: full pages of prompts stay after their request, and later prompts that begin alike use them instead of
-    computing them. `reuse_generated`: pages of generated tokens too."""
+    computing them. `reuse_generated`: pages of generated tokens too. `snapshot_interval`: a model with recurrent states
+    also keeps them every so many tokens of a prompt (0: only where prompts end and where they part)."""
 
     enabled: bool = True
     reuse_generated: bool = False
+    snapshot_interval: Annotated[int, Field(ge=0)] = 0
 
 
 class SchedulerConfig(Section):
@@ -61,13 +68,6 @@ class CaptureConfig(Section):
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] | Literal["auto"] = "auto"
 
 
-class ServerConfig(Section):
-    """The HTTP side. `api_keys` empty: no key is asked for. Times are seconds. `preprocess_workers`: processes that
-    render templates and tokenize. `served_names`: further names that `model` may have in a request."""
-
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    api_keys: tuple[str, ...] = ()
 class MediaConfig(Section):
     """Media that requests name by URL. `allowed_hosts`: http(s) URLs are fetched from these only: `images.example.com`,
     `*.example.com`, `*` for any, each with `:PORT` where it is not the scheme's own. `max_bytes`: of all media of one
@@ -81,6 +81,13 @@ class MediaConfig(Section):
     allows_private_addresses: bool = False
 
 
+class ServerConfig(Section):
+    """The HTTP side. `api_keys` empty: no key is asked for. Times are seconds. `preprocess_workers`: processes that
+    render templates and tokenize. `served_names`: further names that `model` may have in a request."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_keys: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     request_timeout_s: Annotated[float, Field(gt=0)] | None = None
@@ -89,6 +96,7 @@ class MediaConfig(Section):
     max_body_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     preprocess_workers: Annotated[int, Field(ge=1)] = 1
     cors_origins: tuple[str, ...] = ()
+    media: MediaConfig = MediaConfig()
 
 
 class NodeGroup(Section):
@@ -96,7 +104,6 @@ class NodeGroup(Section):
     count from 0 and leave no gap."""
 
     node_names: Annotated[tuple[str, ...], Field(min_length=1)]
-    media: MediaConfig = MediaConfig()
     ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
     tp_size: Annotated[int, Field(ge=1)] = 1
 

@@ -9,9 +9,11 @@ from mstar.engine.engine_config import EngineConfig
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.resources.attention import Attention
 from mstar.engine.resources.cache_policy import CachePolicy
+from mstar.engine.resources.linear_attention import LinearAttention
 from mstar.engine.resources.page_keys import CacheContents
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.resources.positions import Positions
+from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool
 from mstar.engine.row_table import RowTable
 
 LAYOUT = "k and v apart, each [layers, pages, page_size, kv_heads, head_dim]"
@@ -37,10 +39,11 @@ def settle_cache_policies(nodes: Iterable[NodeRuntime], rows: RowTable, config: 
 def _settle(node: NodeRuntime, cache: PagedKV, rows: RowTable, config: EngineConfig) -> None:
     walks = config.walk_inputs.get(node.name, {})
     reusing = [walk for walk in walks if node.policies.of(walk).reuse_prefix]
+    rebuilding = [walk for walk in walks if walk == node.policies.recomputable]
     cache.holdings.policy = CachePolicy(
         root=_contents(node, cache, config).root() if reusing and config.prefix_cache else None,
-        reads_inputs=any(walks[walk] for walk in reusing),
-        recompute=node.policies.recomputable is not None,
+        reads_inputs=any(walks[walk] for walk in {*reusing, *rebuilding}),
+        recompute=bool(rebuilding),
     )
     if config.reuse_generated and node.drawn is not None:
         cache.holdings.keys.read_token_ids = partial(rows.token_ids, drawn=node.drawn)
@@ -49,7 +52,9 @@ def _settle(node: NodeRuntime, cache: PagedKV, rows: RowTable, config: EngineCon
 def _contents(node: NodeRuntime, cache: PagedKV, config: EngineConfig) -> CacheContents:
     spec = cache.spec
     own = node.resources.values()
+    pools = [r for r in own if isinstance(r, RecurrentStatePool) and r.cache is cache]
     backends = sorted(r.backend.name for r in own if isinstance(r, Attention) and r.kv is cache)
+    backends += sorted(r.backend.name for r in own if isinstance(r, LinearAttention) and r.pool in pools)
     positions = sorted(repr(r.spec) for r in own if isinstance(r, Positions) and cache.key in r.reads)
     return CacheContents(
         fingerprint=config.fingerprint,
@@ -59,6 +64,7 @@ def _contents(node: NodeRuntime, cache: PagedKV, config: EngineConfig) -> CacheC
         page_size=spec.page_size,
         backends=", ".join(backends),
         positions=", ".join(positions),
+        states=", ".join(repr(pool.spec) for pool in pools),
     )
 
 

@@ -89,8 +89,9 @@ class Engine:
         return self._nodes[node].policies.of(walk)
 
     def pending_tokens(self, node: str, walk: str, handles: np.ndarray) -> np.ndarray:
-        """int32 [rows], at least 1: tokens that the rows would compute next if they were not cut: what their cache
-        lacks of its target where it is being restored, of the prompt otherwise."""
+        """int32 [rows], at least 1: tokens that the rows would compute next with room for all: what their cache lacks
+        of its target where it is being restored, of the prompt otherwise; of what can be cut, not beyond the next place
+        where the rows' states are to be kept."""
         runtime = self._nodes[node]
         if runtime.cache is None:
             return np.ones(handles.size, np.int32)
@@ -98,6 +99,11 @@ class Engine:
         pending = np.maximum(self._rows.num_prompt[handles] - lengths, 1)
         if (restoring := runtime.restoring(handles, lengths)) is not None:
             pending = np.where(restoring, runtime.cache.targets[handles] - lengths, pending)
+        if (cuts := runtime.cache.holdings.tokens_to_cut(handles, lengths)) is not None:
+            if runtime.policies.of(walk).chunked:
+                return np.minimum(pending, cuts)
+            if restoring is not None:
+                return np.where(restoring, np.minimum(pending, cuts), pending)
         return pending
 
     def lengths(self, node: str, handles: np.ndarray) -> np.ndarray:

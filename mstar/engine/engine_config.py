@@ -33,6 +33,10 @@ AUTO_CAPTURE_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 weighs little."""
 
 
+ENCODER_CACHE_BYTES = 256 << 20
+"""Of a cache of media features that the deployment gives no size."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """`capacity`: handles 0 to capacity - 1. `max_rows`: rows of one step at most.
@@ -48,7 +52,14 @@ class EngineConfig:
     nothing of theirs is chunked, reused or computed again.
 
     `prefix_cache`: full pages of prompts are kept and reused; `reuse_generated`: pages of generated tokens too.
-    `host_bytes[key]`: host memory that a cache may offload preempted requests to. `fingerprint` names the weights.
+    `host_bytes[key]`: host memory that a cache, or a pool of states, may offload preempted requests to. `fingerprint`
+    names the weights.
+
+    A pool of recurrent states is sized by `num_slots[key]` (slots that requests and snapshots can own); pools without
+    an entry get half of `resource_bytes`, up to three slots for each of `max_rows`, and caches what is left. Snapshots
+    are also made every `snapshot_interval` tokens of a prompt (0: only where it ends and where prompts part).
+
+    `max_bytes[key]`: what a cache of media features keeps for later requests (`ENCODER_CACHE_BYTES` without an entry).
 
     `debug_poison` makes what must not be read unreadable: padding and freed pages hold NaN, static outputs and output
     slots are overwritten as soon as they may be. `guard_outputs=False` hands out the step's own buffers instead of
@@ -61,6 +72,7 @@ class EngineConfig:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_pages: Mapping[str, int] = field(default_factory=dict)
+    num_slots: Mapping[str, int] = field(default_factory=dict)
     resource_bytes: int | None = None
     backends: Mapping[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] | None = ()
@@ -68,7 +80,9 @@ class EngineConfig:
     walk_inputs: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     prefix_cache: bool = True
     reuse_generated: bool = False
+    snapshot_interval: int = 0
     host_bytes: Mapping[str, int] = field(default_factory=dict)
+    max_bytes: Mapping[str, int] = field(default_factory=dict)
     fingerprint: str = ""
     debug_poison: bool = False
     guard_outputs: bool = True

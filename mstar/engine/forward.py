@@ -48,26 +48,30 @@ class StepResult(NamedTuple):
 
 
 def run_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found) -> StepResult:
-    """The step at its exact size. A range of rows that does not fit into memory is tried once more in two halves."""
+    """The step at its exact size. A range of rows that does not fit into memory is tried once more in two halves; not
+    where it has states that the first try may have moved on."""
     pieces: list[Piece] = []
     lost: list[tuple[int, int]] = []
+    repeatable = all(item.resource.repeatable for item in plan.touched)
     for begin, end in plan.ranges:
         piece = _try_range(node, plan, staged, found, begin, end)
         if piece is not None:
             pieces.append(piece)
             continue
+        if end - begin == 1 or not repeatable:
+            lost.append((begin, end))
+            continue
         middle = (begin + end + 1) // 2
-        for half in ((begin, middle), (middle, end)) if end - begin > 1 else ():
+        for half in ((begin, middle), (middle, end)):
             piece = _try_range(node, plan, staged, found, *half)
             if piece is None:
                 lost.append(half)
             else:
                 pieces.append(piece)
-        if end - begin == 1:
-            lost.append((begin, end))
     num_rows = plan.rows.handles.size
     if not pieces:
-        raise MemoryError(f"the forward of {node.name} runs out of memory, also at half of its {num_rows} rows")
+        tried = f"also at half of its {num_rows} rows" if repeatable else f"with {num_rows} rows"
+        raise MemoryError(f"the forward of {node.name} runs out of memory, {tried}")
     if len(pieces) == 1 and not lost:
         return StepResult(pieces[0].outputs, pieces[0].host, pieces[0].live, lost)
     outputs = {name: _join([(p.begin, p.end, p.outputs[name]) for p in pieces], num_rows) for name in pieces[0].outputs}

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from mstar.engine.resources.base import OpenConfig, Resource
 from mstar.engine.resources.cache_holdings import CacheHoldings, Preempted
 from mstar.engine.resources.paged_kv import PagedKV
+from mstar.engine.resources.slot_room import SlotRoom
 from mstar.engine.row_table import RowTable
 
 
 class RequestMemory:
     """A request is introduced, reserved, opened and closed, in this order. Every call covers all resources of the
-    engine, or changes none of them; those that name a resource speak of that cache alone."""
+    engine, or changes none of them; those that name a resource speak of the pages of that cache alone, or of the slots
+    of the states that go with one: `grows` says which."""
 
     def __init__(
         self, resources: Sequence[Resource], caches: Mapping[str, PagedKV], rows: RowTable, max_seq_len: int
@@ -24,6 +26,12 @@ class RequestMemory:
         """`caches`: the cache of each node that has one."""
         self._resources = resources
         self._holdings = {resource.key: resource.holdings for resource in resources if isinstance(resource, PagedKV)}
+        self._rooms: dict[str, CacheHoldings | SlotRoom] = dict(self._holdings)
+        self._together: dict[str, tuple[str, ...]] = {}
+        for key, holdings in self._holdings.items():
+            if (states := holdings.states) is not None:
+                self._rooms[states.key] = SlotRoom(holdings, states)
+                self._together[key] = self._together[states.key] = (key, states.key)
         self._node_holdings = {node: cache.holdings for node, cache in caches.items()}
         self._rows = rows
         self._introduced: dict[int, OpenConfig] = {}
@@ -99,34 +107,42 @@ class RequestMemory:
     # room
 
     def available(self, resource: str, without: Sequence[int] = ()) -> int:
-        """Pages of a cache that are neither owned by a request nor promised to one; if the requests `without` were
-        preempted, where they can be."""
-        holdings = self._holdings[resource]
-        return holdings.arena.num_unpromised + holdings.reclaimable_together(without)
+        """Pages of a cache that are neither owned by a request nor promised to one, or slots that are no request's; if
+        the requests `without` were preempted, where they can be."""
+        return self._rooms[resource].available(without)
+
+    def grows(self, resource: str) -> bool:
+        """Whether a request may come to need more of it than it began with: pages, not slots."""
+        return resource in self._holdings
+
+    def together(self, resource: str) -> Sequence[str]:
+        """Resources that a request loses together with this one, itself included."""
+        return self._together.get(resource, (resource,))
 
     def lacking(self, handle: int, without: Sequence[int] = ()) -> dict[str, int]:
-        """Pages by cache that must become available before an introduced request gets its room; if the requests
-        `without` were preempted, where they can be."""
-        lacking = {key: holdings.lacking(handle, without) for key, holdings in self._holdings.items()}
+        """Pages and slots by resource that must become available before an introduced request gets its room; if the
+        requests `without` were preempted, where they can be."""
+        lacking = {key: room.lacking(handle, without) for key, room in self._rooms.items()}
         return {key: count for key, count in lacking.items() if count}
 
     def reclaimable(self, handle: int, resource: str) -> int:
         """By how much `available` would grow if the request were preempted; 0: it cannot be preempted, or nothing would
         be gained."""
-        return self._holdings[resource].reclaimable(handle)
+        return self._rooms[resource].reclaimable(handle)
 
     def unused(self, handle: int, resource: str) -> int:
         """As `reclaimable`, of a request that has computed nothing there, whether or not its nodes could compute it
         again."""
-        return self._holdings[resource].unused(handle)
+        return self._rooms[resource].unused(handle)
 
     def preempt(self, handle: int, resource: str) -> Preempted:
-        """Take a request's pages of one cache away; they are free at once. No step may hold a row of it.
+        """Take a request's pages of one cache away, and its state with them; they are free at once. No step may hold a
+        row of it.
 
         Raises:
             RuntimeError: it cannot be preempted there.
         """
-        return self._holdings[resource].preempt(handle)
+        return self._rooms[resource].preempt(handle)
 
     def resume(self, handle: int) -> bool:
         """Bring back all that was preempted: reloaded, adopted, or with a target to compute up to and the room for it.
@@ -143,11 +159,14 @@ class RequestMemory:
     def gauges(self) -> dict[str, float]:
         """Totals over all caches: counters in Prometheus names."""
         caches: list[CacheHoldings] = list(self._holdings.values())
+        pools = [holdings.states for holdings in caches if holdings.states is not None]
         evictions = {
             "cached": sum(holdings.arena.num_evicted for holdings in caches),
             "offload": sum(holdings.num_preempted["offload"] for holdings in caches),
             "recompute": sum(holdings.num_preempted["recompute"] for holdings in caches),
         }
+        if pools:
+            evictions["snapshot"] = sum(pool.slots.num_evicted for pool in pools)
         return {
             "mstar_prefix_hit_tokens_total": float(sum(holdings.num_adopted_total for holdings in caches)),
             **{f'mstar_evictions_total{{kind="{kind}"}}': float(count) for kind, count in evictions.items()},

@@ -127,7 +127,9 @@ class SamplerSpec:
     samples_text: bool = True
 
 
-ResourceSpec = PagedKVSpec | AttentionSpec | RotarySpec | SamplerSpec
+ResourceSpec = (
+    PagedKVSpec | AttentionSpec | RotarySpec | RecurrentStateSpec | LinearAttentionSpec | EncoderCacheSpec | SamplerSpec
+)
 
 
 @dataclass(frozen=True, slots=True)

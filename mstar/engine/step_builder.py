@@ -82,7 +82,7 @@ class StepBuilder:
         if step.failed:
             return Built(step, [])
         step.spans = wanted
-        limits = row_limits(node, portions, step.parts, restoring)
+        limits = row_limits(node, portions, step.parts, step.columns, restoring)
         if any(own is not None for own in limits):
             batches = cut_parts(batches, limits)
             step.spans = join_spans(batches)

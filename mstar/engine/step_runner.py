@@ -43,6 +43,8 @@ class StepWork:
         else:
             staged = plan.bucket.block.upload(plan.slot, plan.layout)
             result = run_bucket(node, plan, plan.bucket, staged, plan.found, poison=self.poison)
+        for item in plan.touched:
+            item.resource.after_forward(item.facts)
         plan.done = self._copy_out(result)
 
     def _copy_out(self, result: StepResult) -> StepDone:

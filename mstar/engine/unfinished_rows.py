@@ -13,20 +13,31 @@ from mstar.engine.execution import Portion, Step, StepPart
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.step import Rows, SamplerStep
 from mstar.engine.step_plan import Accumulating
+from mstar.engine.submodule import RowColumns
 from mstar.engine.touched import Touched
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
 
 def row_limits(
-    node: NodeRuntime, portions: Sequence[Portion], parts: Sequence[StepPart], restoring: np.ndarray | None
+    node: NodeRuntime,
+    portions: Sequence[Portion],
+    parts: Sequence[StepPart],
+    columns: RowColumns,
+    restoring: np.ndarray | None,
 ) -> list[np.ndarray | None]:
     """By part, the tokens of each row at most: int32 [rows of the part]; None: they have no limit. Only chunks and what
-    is restored can be cut."""
+    is restored can be cut: at what the step has room for, and where a row's state is to be kept."""
     limits: list[np.ndarray | None] = []
     for portion, part in zip(portions, parts, strict=True):
         own = None if portion.limits is None else np.maximum(portion.limits, 1)
-        if own is not None and not node.policies.of(part.taken.key.walk).chunked:
+        chunked = node.policies.of(part.taken.key.walk).chunked
+        if (chunked or restoring is not None) and node.cache is not None:
+            rows = slice(part.begin, part.end)
+            cuts = node.cache.holdings.tokens_to_cut(columns.handles[rows], columns.lengths[rows])
+            if cuts is not None:
+                own = cuts if own is None else np.minimum(own, cuts)
+        if own is not None and not chunked:
             own = None if restoring is None else np.where(restoring[part.begin : part.end], own, _NO_LIMIT)
         limits.append(own)
     return limits

@@ -17,10 +17,13 @@ from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig, ResourceTuning
 from mstar.engine.spec import (
     ATTENTION_BACKENDS,
+    LINEAR_ATTENTION_BACKENDS,
     AttentionSpec,
+    EncoderCacheSpec,
     LinearAttentionSpec,
     NodeResourceSpec,
     PagedKVSpec,
+    RecurrentStateSpec,
     ResourceSpec,
 )
 from mstar.graph.base import nodes_of
@@ -254,14 +257,29 @@ def _num_heads(resource: ResourceSpec) -> int:
 def _check_tuning(resource: ResourceSpec, tuning: ResourceTuning) -> None:
     """Each resource takes the tunables that mean something for it."""
     name = f"resources.{resource.key}"
-    if not isinstance(resource, PagedKVSpec):
-        for size in ("num_pages", "memory_fraction"):
-            if getattr(tuning, size) is not None:
-                raise ConfigError(f"{name}.{size}: {resource.key} is no cache and has no size to choose")
+    if tuning.num_pages is not None and not isinstance(resource, PagedKVSpec):
+        raise ConfigError(f"{name}.num_pages: {resource.key} is no cache and has no pages")
+    if tuning.num_slots is not None and not isinstance(resource, RecurrentStateSpec):
+        raise ConfigError(f"{name}.num_slots: {resource.key} holds no recurrent states")
+    if not isinstance(resource, PagedKVSpec | RecurrentStateSpec):
+        if tuning.memory_fraction is not None:
+            raise ConfigError(f"{name}.memory_fraction: {resource.key} is no cache and has no size to choose")
         if tuning.host_bytes:
             raise ConfigError(f"{name}.host_bytes: {resource.key} is no cache and has nothing to move to the host")
+    if tuning.max_bytes is not None and not isinstance(resource, EncoderCacheSpec):
+        raise ConfigError(f"{name}.max_bytes: {resource.key} is no cache of media features; it is sized in other units")
     if tuning.backend is not None:
-        if not isinstance(resource, AttentionSpec):
+        known = _backends(resource)
+        if not known:
             raise ConfigError(f"{name}.backend: {resource.key} has no backends to choose from")
-        if tuning.backend not in ATTENTION_BACKENDS:
-            raise ConfigError(f"{name}.backend: {tuning.backend!r} is unknown (known: {', '.join(ATTENTION_BACKENDS)})")
+        if tuning.backend not in known:
+            raise ConfigError(f"{name}.backend: {tuning.backend!r} is unknown (known: {', '.join(known)})")
+
+
+def _backends(resource: ResourceSpec) -> Sequence[str]:
+    match resource:
+        case AttentionSpec():
+            return ATTENTION_BACKENDS
+        case LinearAttentionSpec():
+            return LINEAR_ATTENTION_BACKENDS
+    return ()

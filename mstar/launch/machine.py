@@ -9,7 +9,7 @@ import torch
 
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.spec import NodeResourceSpec, PagedKVSpec
+from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
 from mstar.platforms import current_platform
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
 
@@ -59,12 +59,12 @@ def engine_config(
 ) -> EngineConfig:
     """Sizes of the engine's resources on one worker, which hosts the nodes of `specs` and is about to load their
     weights, which `fingerprint` names. Caches without a size of their own share what is left for caches."""
-    caches = {resource.key for spec in specs for resource in spec.resources if isinstance(resource, PagedKVSpec)}
-    pages = {
-        key: tuning.num_pages
-        for key, tuning in config.resources.items()
-        if key in caches and tuning.num_pages is not None
-    }
+    declared = [resource for spec in specs for resource in spec.resources]
+    caches = {resource.key for resource in declared if isinstance(resource, PagedKVSpec)}
+    states = {resource.key for resource in declared if isinstance(resource, RecurrentStateSpec)}
+    tuned = {key: tuning for key, tuning in config.resources.items() if key in caches | states}
+    pages = {key: tuning.num_pages for key, tuning in tuned.items() if tuning.num_pages is not None}
+    slots = {key: tuning.num_slots for key, tuning in tuned.items() if tuning.num_slots is not None}
     return EngineConfig(
         device=torch_device(config),
         dtype=torch_dtype(config),
@@ -72,13 +72,16 @@ def engine_config(
         max_seq_len=max_seq_len,
         capacity=capacity,
         num_pages=pages,
-        resource_bytes=_cache_bytes(config, caches - pages.keys(), weight_bytes),
+        num_slots=slots,
+        resource_bytes=_cache_bytes(config, (caches | states) - pages.keys() - slots.keys(), weight_bytes),
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),
         stored_signals=stored_signals,
         prefix_cache=config.prefix_cache.enabled,
         reuse_generated=config.prefix_cache.reuse_generated,
-        host_bytes={key: t.host_bytes for key, t in config.resources.items() if key in caches and t.host_bytes},
+        snapshot_interval=config.prefix_cache.snapshot_interval,
+        host_bytes={key: tuning.host_bytes for key, tuning in tuned.items() if tuning.host_bytes},
+        max_bytes={key: t.max_bytes for key, t in config.resources.items() if t.max_bytes is not None},
         fingerprint=fingerprint,
     )
 

@@ -103,8 +103,8 @@ class Cuts:
             self._pending = self._engine.pending_tokens(node, run.key.walk, handles).tolist()
         row, start, pending = run.rows[index], self._starts[index], self._pending[index]
         if self._adopts:
-            gained = self._engine.memory.extend_prefix(node, row)
-            start, pending = start + gained, max(1, pending - gained)
+            start += self._engine.memory.extend_prefix(node, row)
+            [pending] = self._engine.pending_tokens(node, run.key.walk, np.array([row], np.int64)).tolist()
         count = budget.cut(start, pending, self._policy.align)
         if count == 0:
             return False

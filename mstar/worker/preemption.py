@@ -232,7 +232,8 @@ class Preemption:
         running = self._num_running
         if not running:
             return wait.wanted
-        return {resource: pages + (resource in wait.taken) * (running + 1) for resource, pages in wait.wanted.items()}
+        spare = {resource: running + 1 for resource in wait.taken if self._memory.grows(resource)}
+        return {resource: pages + spare.get(resource, 0) for resource, pages in wait.wanted.items()}
 
     def _take_back(self, request: Request) -> bool:
         """It lost its pages while it had nothing to run here, and juniors have come in since. True: they are its own

@@ -60,8 +60,7 @@ class Victims:
             able = [victim.handle for victim in victims if count > 0 and self._can_give(victim, resource)]
             if count > max(self._memory.available(resource, able) - self._memory.available(resource), 0):
                 return False
-        given = [self.take(resource, count, victims) for resource, count in missing.items()]
-        return not any(one.later for one in given)
+        return not any(one.later for one in self._take_each(missing, victims))
 
     def make_room(self, request: Request, victims: Sequence[Request]) -> bool:
         """Take what one that asks to be let in lacks, if the victims have it. True: `reserve` grants it now. Each turn
@@ -72,7 +71,7 @@ class Victims:
         if self._memory.lacking(request.handle, able):
             return False
         while lacking := self._memory.lacking(request.handle):
-            given = [self.take(resource, count, victims) for resource, count in lacking.items()]
+            given = self._take_each(lacking, victims)
             if any(one.later for one in given) or not any(one.now for one in given):
                 return False
         return True
@@ -93,6 +92,15 @@ class Victims:
     def in_flight(self, request: Request) -> bool:
         return bool(self._requests.in_steps[request.handle])
 
+    def _take_each(self, missing: Mapping[str, int], victims: Sequence[Request]) -> list[Given]:
+        """Of each resource what is missing once the others have been taken: some are lost together."""
+        before = {resource: self._memory.available(resource) for resource in missing}
+        given: list[Given] = []
+        for resource, count in missing.items():
+            gained = self._memory.available(resource) - before[resource]
+            given.append(self.take(resource, count - max(gained, 0), victims))
+        return given
+
     def _can_give(self, victim: Request, resource: str) -> int:
         """Pages that it can give and come back."""
         if victim.unstarted:
@@ -100,8 +108,11 @@ class Victims:
         return self._memory.reclaimable(victim.handle, resource)
 
     def _preempt(self, victim: Request, resource: str, pages: int) -> None:
+        lost = {one: self._can_give(victim, one) for one in self._memory.together(resource)}
         self._memory.preempt(victim.handle, resource)
         wait = self._waiting[victim]
-        wait.taken[resource] = wait.taken.get(resource, 0) + pages
-        if wait.resource == resource:
-            wait.resource, wait.needs = "", 0
+        for one, count in (lost | {resource: pages}).items():
+            if count:
+                wait.taken[one] = wait.taken.get(one, 0) + count
+            if wait.resource == one:
+                wait.resource, wait.needs = "", 0

@@ -64,6 +64,8 @@ class Resource(ABC, Generic[S]):
     """Keys of resources whose staged fields this one reads: a step that touches it must touch them."""
     force_double_buffer = False
     """`plan` writes device buffers of its own instead of staging everything; it then alternates between two."""
+    repeatable = True
+    """A forward that did not come to its end may run again: what it wrote here is written over."""
 
     # control plane
     def introduce(self, handle: int, config: OpenConfig) -> None:
@@ -138,6 +140,10 @@ class Resource(ABC, Generic[S]):
 
     def end_forward(self, plan: Any) -> None:
         """The forward has succeeded: write what later steps read (live tokens, counts). Runs on the executor."""
+
+    def after_forward(self, plan: Any) -> None:
+        """The step's forward, or its replay, has ended: copy what a later step overwrites. Runs on the executor, once a
+        step, outside of what is captured."""
 
     def host_outputs(self, plan: Any) -> Mapping[str, Tensor]:
         """Tensors that `settle` wants on the host, one entry per row of the step (padding is cut off); asked on the

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 
 class CachePolicy(NamedTuple):
-    """`root` of the chains of page keys; None: no page is reused. `reads_inputs`: what reuses pages also reads graph
-    inputs, so their bytes depend on more than token ids. `recompute`: token ids rebuild the whole cache of any row."""
+    """`root` of the chains of page keys; None: no page is reused. `reads_inputs`: what reuses or rebuilds pages also
+    reads graph inputs, so their bytes depend on more than token ids for a request that brings some. `recompute`: token
+    ids rebuild the whole cache of any other row."""
 
     root: bytes | None = None
     reads_inputs: bool = False

@@ -21,7 +21,8 @@ _SPAN = struct.Struct("<qqI")
 
 class CacheContents(NamedTuple):
     """What the bytes of a cache's pages depend on besides the tokens. `fingerprint` names the weights; `layout` says
-    how a page is laid out; `backends` and `positions` say who writes it, and with which positions."""
+    how a page is laid out; `backends` and `positions` say who writes it, and with which positions; `states` are those
+    that go with the cache."""
 
     fingerprint: str
     cache: str
@@ -30,6 +31,7 @@ class CacheContents(NamedTuple):
     page_size: int
     backends: str
     positions: str
+    states: str = ""
 
     def root(self) -> bytes:
         return blake2b(repr(tuple(self)).encode(), digest_size=KEY_BYTES, person=b"mstar.contents").digest()

@@ -6,13 +6,14 @@ Loop thread, host only. It owns no page by itself: `PageArena` keeps the owners,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 
 class PrefixIndex:
-    """`indexed` bool [num_pages]. A *cached* page is indexed and no request's: it may be adopted or evicted.
+    """`indexed` bool [num_pages]. A *cached* page is indexed and no request's: it may be adopted or evicted. `on_evict`
+    is told of the key of a page that is evicted.
 
     Cached pages lie in the order in which they were last let go. A request lets its pages go deepest first, so the
     oldest page never has an indexed page behind it that nobody uses.
@@ -23,6 +24,7 @@ class PrefixIndex:
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, tuple[bytes, bytes | None]] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.on_evict: Callable[[bytes], None] | None = None
 
     @property
     def num_cached(self) -> int:
@@ -30,6 +32,9 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
 
     def match(self, keys: Sequence[bytes], begin: int, end: int) -> np.ndarray:
         """Pages of `keys[begin:end]`, up to the first that is not indexed: int32."""
@@ -79,6 +84,8 @@ class PrefixIndex:
         key, _ = self._keys.pop(page)
         del self._pages[key]
         self.indexed[page] = False
+        if self.on_evict is not None:
+            self.on_evict(key)
         return page
 
     def check(self, owners: np.ndarray) -> None:
