@@ -46,9 +46,11 @@ LIVE_TOKEN = -1
 
 class NodeBatch(NamedTuple):
     """A node's wish for one step. `spans` int32 [rows]: tokens each row computes; a negative span declines the row for
-    this step. `token_ids` int32 [sum of spans]: host ids, `LIVE_TOKEN` where the row's last sampled token is to be read
-    (None: the node takes no tokens). `kept` bool [rows]: rows that sample (None: all). `token_columns`: more about each
-    token, int32 [sum of spans] by name, from the node's `token_columns`; -1 where nothing is given.
+    this step: its run goes no further, or there is no room for it beside the others (a row whose inputs are there and
+    that is declined together with all others fails). `token_ids` int32 [sum of spans]: host ids, `LIVE_TOKEN` where the
+    row's last sampled token is to be read (None: the node takes no tokens). `kept` bool [rows]: rows that sample (None:
+    all). `token_columns`: more about each token, int32 [sum of spans] by name, from the node's `token_columns`; -1
+    where nothing is given.
 
     In a chunked walk this is all that a row's cache lacks; the engine cuts, tokens and columns alike."""
 

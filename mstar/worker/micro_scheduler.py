@@ -59,8 +59,9 @@ class MicroScheduler:
         """Build the step after `cur` from rows that go on from it and from ready rows. Returns it (None: nothing to
         run) and rows that failed in a hook, with the reason.
 
-        A row that runs ahead and whose node declines waits for its turn. A fresh one has all its inputs, so declining
-        it again and again would hang its request: it fails.
+        A row that runs ahead and whose node declines waits for its turn, and so does one that is declined beside others
+        which are not: a step has no room for it. A fresh one that is declined without others has all its inputs, so
+        declining it again and again would hang its request: it fails.
         """
         declined: set[int] = set()
         failed: dict[int, str] = {}
@@ -73,7 +74,10 @@ class MicroScheduler:
                 return step, failed
             declined.update(refused)
             taken = [portion.taken for portion in composed.portions]
-            for fresh in self._return(composed.spec_ids, composed.carried, taken):
+            fresh_ones = self._return(composed.spec_ids, composed.carried, taken)
+            if len(refused) < sum(len(one.rows) for one in taken):
+                continue
+            for fresh in fresh_ones:
                 reason = f"node {fresh.key.node} declined a step whose inputs were all there"
                 failed.update(dict.fromkeys(declined.intersection(fresh.rows), reason))
         return None, failed
