@@ -87,18 +87,31 @@ template <class T> struct Buffers {
     }
 };
 
+// Sum over the taps of VW channels. A row's first tokens have no input at their oldest taps: those are skipped, for any
+// number of taps. (COMMON taps are unrolled.)
+constexpr int64_t COMMON = 4;
+template <class T>
+inline vf convolved(const T* const* inputs, int64_t taps, int64_t channel, const float* weights, int64_t stride) {
+    vf sum{};
+    if (taps == COMMON && inputs[0]) {
+#pragma GCC unroll 4
+        for (int64_t tap = 0; tap < COMMON; tap++)
+            sum += load_vector(inputs[tap] + channel) * load<vf>(weights + tap * stride);
+    } else {
+        for (int64_t tap = 0; tap < taps; tap++)
+            if (inputs[tap]) sum += load_vector(inputs[tap] + channel) * load<vf>(weights + tap * stride);
+    }
+    return sum;
+}
+
 // Channels [channel, channel + width) of `n` tokens -> out [n][out_stride].
 template <class T>
 void convolve(const T* const* inputs, int64_t n, int64_t taps, int64_t channel, int64_t width, const float* weights,
               int64_t weight_stride, float* out, int64_t out_stride) {
     const int64_t whole = width / VW * VW;
     for (int64_t t = 0; t < n; t++, inputs++, out += out_stride) {
-        for (int64_t i = 0; i < whole; i += VW) {
-            vf sum{};
-            for (int64_t tap = 0; tap < taps; tap++)
-                if (inputs[tap]) sum += load_vector(inputs[tap] + channel + i) * load<vf>(weights + tap * weight_stride + i);
-            store(out + i, silu(sum));
-        }
+        for (int64_t i = 0; i < whole; i += VW)
+            store(out + i, silu(convolved(inputs, taps, channel + i, weights + i, weight_stride)));
         for (int64_t i = whole; i < width; i++) {
             float sum = 0;
             for (int64_t tap = 0; tap < taps; tap++)
@@ -106,6 +119,16 @@ void convolve(const T* const* inputs, int64_t n, int64_t taps, int64_t channel, 
             out[i] = silu(splat(sum))[0];
         }
     }
+}
+
+// A token's inputs of one value head into the first-level cache: they lie far apart.
+template <class T> void fetch(const Call<T>& c, const T* input, int64_t head) {
+    auto lines = [&](int64_t channel, int64_t n) {
+        for (int64_t i = 0; i < n; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(input + channel + i);
+    };
+    lines(c.q_at(head), c.key_dim);
+    lines(c.k_at(head), c.key_dim);
+    lines(c.v_at(head), c.value_dim);
 }
 
 // x · scale / sqrt(sum of squares + eps), in place.
@@ -198,6 +221,7 @@ void run(const Call<T>& c, Buffers<T>& b, int64_t row, int64_t head, int64_t til
             normalize(b.q + i * c.key_dim, c.key_dim, q_scale);
             normalize(b.k + i * c.key_dim, c.key_dim, 1.0f);
             const int64_t t = first + start + i;
+            if (start + i + BLOCK < tokens) fetch(c, c.qkv + (t + BLOCK) * c.qkv_stride, head);
             b.beta[i] = sigmoid(to_float(c.b[t * c.b_stride + head]));
             b.decay[i] = std::exp(rate * softplus(to_float(c.a[t * c.a_stride + head]) + c.dt_bias[head]));
         }

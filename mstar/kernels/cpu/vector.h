@@ -58,7 +58,13 @@ inline void from_float(float x, bf16& y) {
 }
 
 inline vf load_vector(const float* p) { return load<vf>(p); }
-inline vf load_vector(const bf16* p) { return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16); }
+inline vf load_vector(const bf16* p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#else
+    return (vf)(__builtin_convertvector(load<vh>(p), vu) << 16);
+#endif
+}
 inline void store_vector(float* p, vf v) { store(p, v); }
 inline void store_vector(bf16* p, vf v) {
 #ifdef __AVX512BF16__

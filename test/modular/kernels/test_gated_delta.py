@@ -47,12 +47,12 @@ class Layer:
 
 
 class Row:
-    """One row in double precision, from the formulas: a token at a time, over all it has seen."""
+    """One row in double precision, from the formulas: a token at a time, over all it has seen. Heads go together."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.seen = [torch.zeros(layer.channels).double()] * PAST
-        self.states = [torch.zeros(layer.key_dim, layer.value_dim).double() for _ in range(layer.heads)]
+        self.state = torch.zeros(layer.heads, layer.key_dim, layer.value_dim).double()
 
     def feed(self, x: Tensor) -> Tensor:
         return torch.stack([self._token(token.double()) for token in x])
@@ -62,20 +62,17 @@ class Row:
         self.seen.append(x[: m.channels])
         mixed = sum(self.seen[-1 - i] * m.conv_weight[:, PAST - i].double() for i in range(PAST + 1))
         mixed = mixed / (1 + torch.exp(-mixed))
-        results = []
-        for head, state in enumerate(self.states):
-            group = head // (m.heads // m.key_heads)
-            q = mixed[group * m.key_dim :][: m.key_dim]
-            k = mixed[(m.key_heads + group) * m.key_dim :][: m.key_dim]
-            v = mixed[2 * m.key_heads * m.key_dim + head * m.value_dim :][: m.value_dim]
-            q, k = q / (q @ q + 1e-6).sqrt() / math.sqrt(m.key_dim), k / (k @ k + 1e-6).sqrt()
-            beta = 1 / (1 + torch.exp(-x[m.channels + head]))
-            step = torch.log1p(torch.exp(x[m.channels + m.heads + head] + m.dt_bias[head].double()))
-            state = state * torch.exp(-m.a_log[head].double().exp() * step)
-            state = state + torch.outer(k, beta * (v - k @ state))
-            self.states[head] = state
-            results.append(q @ state)
-        return torch.cat(results)
+        width = m.key_heads * m.key_dim
+        q, k = (mixed[at : at + width].view(m.key_heads, m.key_dim) for at in (0, width))
+        q, k = (each[torch.arange(m.heads) // (m.heads // m.key_heads)] for each in (q, k))
+        q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+        v = mixed[2 * width :].view(m.heads, m.value_dim)
+        beta = 1 / (1 + torch.exp(-x[m.channels :][: m.heads, None]))
+        step = torch.log1p(torch.exp(x[m.channels + m.heads :][: m.heads] + m.dt_bias.double()))
+        decayed = self.state * torch.exp(-m.a_log.double().exp() * step)[:, None, None]
+        added = beta * (v - torch.einsum("hk,hkv->hv", k, decayed))
+        self.state = decayed + torch.einsum("hk,hv->hkv", k, added)
+        return torch.einsum("hk,hkv->hv", q / math.sqrt(m.key_dim), self.state).flatten()
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -106,7 +103,7 @@ def test_rows_of_any_length_go_on_from_their_states(
             if length:
                 part = slice(start, start + length)
                 close(view[part], row.feed(x[part]))
-                close(layer.delta_state[slot], torch.stack(row.states))
+                close(layer.delta_state[slot], row.state)
                 assert torch.equal(layer.conv_state[slot].double(), torch.stack(row.seen[-PAST:]))
             start += length
         untouched = [0, 3, 5, 6]
@@ -262,5 +259,5 @@ def test_a_recorded_step_goes_on_from_what_the_slots_hold(compiled: str, dtype: 
             assert torch.equal(forward(), replayed) and torch.equal(layer.delta_state.nan_to_num(), after.nan_to_num())
             for i, row in enumerate(rows):
                 row.feed(x[i : i + 1])
-                close(layer.delta_state[i + 1], torch.stack(row.states))
+                close(layer.delta_state[i + 1], row.state)
     assert tape.num_torch_operations == 0 and tape.num_kernels == 2
