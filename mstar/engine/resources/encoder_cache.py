@@ -141,7 +141,7 @@ class EncoderCache(Resource[EncodeStep]):
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            f'mstar_encoder_cache_bytes{{cache="{self.key}"}}': float(self._cached_bytes),
+            f'mstar_encoder_cache_bytes{{cache="{self.key}",state="cached"}}': float(self._cached_bytes),
             f'mstar_encoder_cache_media_total{{cache="{self.key}",result="hit"}}': float(self._num_hits),
             f'mstar_encoder_cache_media_total{{cache="{self.key}",result="miss"}}': float(self._num_misses),
         }
