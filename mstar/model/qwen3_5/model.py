@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mstar.engine.spec import (
     AttentionSpec,
+    EncoderCacheSpec,
     LinearAttentionSpec,
     NodeResourceSpec,
     PagedKVSpec,
@@ -38,6 +39,9 @@ from mstar.model.base import (
     WalkPlan,
 )
 from mstar.model.qwen3_5.config import Qwen35Config
+from mstar.model.qwen3_5.encode_steps import num_encode_steps
+from mstar.model.qwen3_5.media_prompt import MediaPrompts, media_of
+from mstar.model.qwen3_5.media_rules import MediaRules
 from mstar.model.text_prompt import TextPrompts
 from mstar.streaming.topology import Partition, PartitionTopology
 
@@ -46,6 +50,9 @@ VISION = "Vision"
 PARTITION = "text"
 DECODE_STEPS = "decode_steps"
 VISION_STEPS = "vision_steps"
+ENCODE = "encode"
+"""Both the walk that encodes media and its loop."""
+ENCODER_CACHE = "encoded_media"
 THINKING = Markers("<think>", "</think>")
 
 
@@ -57,6 +64,10 @@ class Qwen35Model(Model):
         super().__init__(setup)
         self.config = Qwen35Config.from_mapping(setup.config)
         self.prompts = TextPrompts(setup.tokenizer_dir, self.config.vocab_size, THINKING)
+        tokens = self.config.media
+        self.media = (
+            None if tokens is None else MediaPrompts(tokens, MediaRules.read(setup.tokenizer_dir), setup.max_seq_len)
+        )
 
     def walks(self) -> Walks:
         emit = GraphEdge(EMIT_TO_CLIENT, "token", output_modality="text")
@@ -66,13 +77,34 @@ class Qwen35Model(Model):
             "prefill": GraphNode(LANGUAGE, (), (first, emit)),
             "decode": Loop(decode, LoopLimit(DECODE_STEPS), name="decode"),
         }
+        if self.config.vision is not None:
+            has_features = GraphNode(LANGUAGE, ("features",), (first, emit), optional_inputs=frozenset({"features"}))
+            walks = {ENCODE: self._encode_walk(), **walks, "prefill": has_features}
         return walks
 
+    def _encode_walk(self) -> Loop:
+        """The tower's blocks, some in each iteration; the features are whole after the last."""
+        again = GraphEdge(VISION, "hidden")
+        encode = GraphNode(
+            VISION,
+            ("pixels", "hidden"),
+            (again, GraphEdge(EMPTY_DESTINATION, "features")),
+            optional_inputs=frozenset({"hidden"}),
+            enable_async_scheduling=False,  # its rows share what a step may cost, which is counted over all of them
+        )
+        keep = GraphEdge(EMPTY_DESTINATION, "features", persist=True)
+        return Loop(encode, LoopLimit(VISION_STEPS), outputs=(keep,), name=ENCODE)
+
     def partitions(self) -> PartitionTopology:
-        return PartitionTopology((Partition(PARTITION, tuple(self.walks())),))
+        pixels = ("pixels",) if self.config.vision else ()
+        return PartitionTopology((Partition(PARTITION, tuple(self.walks()), request_inputs=pixels),))
 
     def get_node_resources(self) -> Sequence[NodeResourceSpec]:
-        return (self._language_resources(),)
+        vision = self.config.vision
+        if vision is None:
+            return (self._language_resources(),)
+        cache = EncoderCacheSpec(ENCODER_CACHE, width=vision.out_hidden_size)
+        return (NodeResourceSpec(VISION, (cache,)), self._language_resources())
 
     def _language_resources(self) -> NodeResourceSpec:
         c = self.config
@@ -100,11 +132,31 @@ class Qwen35Model(Model):
         )
 
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
-        return self.prompts.prepare(request)
+        sent = media_of(request.messages)
+        if self.media is None:
+            if sent:
+                raise ValueError(f"this model reads text only, and the messages have {len(sent)} images or videos")
+            return self.prompts.prepare(request)
+        if not sent:
+            prepared = self.prompts.prepare(request)
+            assert prepared.token_ids is not None
+            self.media.check_text(prepared.token_ids)
+            return prepared
+        text = self.prompts.text(request)
+        prompt = self.media.expand(text, sent, lambda expanded: self.prompts.token_ids(request, expanded).tolist())
+        opens_reasoning = self.prompts.opens_reasoning(request, text)
+        return PreparedPrompt(
+            prompt.token_ids, {"pixels": prompt.pixels}, media=prompt.media, opens_reasoning=opens_reasoning
+        )
 
     def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan:
         """Prefill samples the first token, decode the others."""
-        return WalkPlan((PartitionPlan(PARTITION, ("prefill", "decode")),), {DECODE_STEPS: max_tokens - 1})
+        limits = {DECODE_STEPS: max_tokens - 1}
+        if self.config.vision is None or not prompt.media:
+            return WalkPlan((PartitionPlan(PARTITION, ("prefill", "decode")),), limits)
+        num_patches = prompt.inputs["pixels"].shape[0]
+        limits[VISION_STEPS] = num_encode_steps(num_patches, self.config.vision.depth, self.setup.max_step_patches)
+        return WalkPlan((PartitionPlan(PARTITION, (ENCODE, "prefill", "decode")),), limits)
 
     def stop_token_ids(self) -> Sequence[int]:
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.prompts.eos_token_ids)))

@@ -9,7 +9,9 @@ from mstar.model.loader.module_loading import load_weights
 from mstar.model.loader.weights import iter_weights
 from mstar.model.qwen3_5.config import Qwen35Config
 from mstar.model.qwen3_5.language_submodule import LanguageSubmodule
+from mstar.model.qwen3_5.model import ENCODE, ENCODER_CACHE, VISION
 from mstar.model.qwen3_5.network import Qwen35Network
+from mstar.model.qwen3_5.vision_submodule import build_vision
 from mstar.model.submodule_context import SubmoduleContext
 
 
@@ -18,6 +20,9 @@ def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
     config = Qwen35Config.from_mapping(context.setup.config)
     if context.checkpoint is None:
         raise ValueError("qwen3_5 is built from a checkpoint, and the deployment names none")
+    if node_name == VISION:
+        budget = context.setup.max_step_patches
+        return build_vision(context, config, cache_key=ENCODER_CACHE, loop=ENCODE, budget=budget)
     network = Qwen35Network(config, dtype=context.dtype, device="meta")
     load_weights(
         network,

@@ -6,12 +6,13 @@ from support.qwen3_5_solo import HybridResources
 from support.solo_resources import split
 from support.tiny_qwen3_5 import VARIANTS, Variant, build_reference, variant
 
+from mstar.kernels import ops
 from mstar.layers.linear import pack_weights
 from mstar.model.base import ModelSetup
 from mstar.model.loader.errors import CheckpointError
 from mstar.model.loader.module_loading import load_weights
 from mstar.model.qwen3_5.config import Qwen35Config
-from mstar.model.qwen3_5.model import Qwen35Model
+from mstar.model.qwen3_5.model import LANGUAGE, Qwen35Model
 from mstar.model.qwen3_5.network import Qwen35Network
 from mstar.model.qwen3_5.submodules import is_of_language_model, load_rules
 
@@ -31,7 +32,8 @@ def _ours(v: Variant, reference):
     positions = torch.arange(512)[None]
     cos, sin = text.rotary_emb(torch.zeros(1), positions)  # [1, 512, rotary_dim]
     half = config.rotary_dim // 2
-    spec = Qwen35Model(ModelSetup(mapping, None, 512)).get_node_resources()[0]
+    specs = Qwen35Model(ModelSetup(mapping, None, 512)).get_node_resources()
+    spec = next(spec for spec in specs if spec.node == LANGUAGE)
     resources = HybridResources(spec, cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
     resources.bind(network)
     return network, resources
@@ -81,6 +83,32 @@ def test_hidden_states_equal_the_reference():
     resources.begin(len(PROMPT))
     expected = reference.model(torch.tensor([PROMPT])).last_hidden_state[0]
     _assert_close(network.forward_hidden(network.embed_tokens.embed(torch.tensor(PROMPT))), expected)
+
+
+@pytest.mark.parametrize("name", ["dense", "experts"])
+@torch.no_grad()
+def test_a_decode_forward_can_be_recorded(name: str):
+    """It is made of kernel operations alone, so that it replays without the interpreter."""
+    if ops.select_kernels() != "native":
+        pytest.skip("the compiled kernels are not available on this machine")
+    reference = build_reference(variant(name))
+    network, resources = _ours(variant(name), reference)
+    resources.begin(70)
+    _logits(network, PROMPT[:70], [69])
+    resources.begin(1)
+    states = {key: block.clone() for key, block in resources.blocks.items()}
+    tokens, last = torch.tensor([PROMPT[70]]), torch.tensor([0])
+    tape, logits = ops.record(lambda: network(network.embed_tokens.embed(tokens), last))
+    expected = reference(torch.tensor([PROMPT[:71]])).logits[0, -1:]
+    _assert_close(logits, expected)
+    assert tape.num_torch_operations == 0
+    for key, block in states.items():
+        resources.blocks[key].copy_(block)
+    tokens.copy_(torch.tensor([PROMPT[71]]))
+    tape.replay()
+    other = reference(torch.tensor([[*PROMPT[:70], PROMPT[71]]])).logits[0, -1:]
+    _assert_close(logits, other)
+    assert not torch.allclose(other, expected, atol=1e-2)
 
 
 @torch.no_grad()
