@@ -1,5 +1,6 @@
-"""Pages, promises, prefix index and host pool together: whatever requests do, accounts balance after each operation, no
-row ever reads another's contents, and everything that was let in runs to its end."""
+"""Pages, promises, prefix index and host pool together, with and without recurrent states beside them: whatever
+requests do, accounts balance after each operation, no row ever reads another's contents or goes on from another's
+state, and everything that was let in runs to its end."""
 
 from collections.abc import Sequence
 
@@ -8,7 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.memory_rig import Armed, MemoryRig
 
+from mstar.communication.messages import MediaSpan
+
 NUM_PAGES, NUM_HANDLES = 11, 6
+SLOTS = [0, 0, 1, 2, 4, 9]
+IMAGE = MediaSpan(1, 2, b"image")
 STARTS = [[], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]]
 TAILS = st.lists(st.integers(1, 2), min_size=1, max_size=5)
 
@@ -21,14 +26,24 @@ class MemoryMachine(RuleBasedStateMachine):
         self.rig = MemoryRig()
         self.armed: Armed | None = None
 
-    @initialize(reuse=st.integers(0, 3), recompute=st.booleans(), host=st.sampled_from([0, 3, 9, 24]))
-    def configure(self, reuse: int, recompute: bool, host: int) -> None:
+    @initialize(
+        reuse=st.integers(0, 3),
+        recompute=st.booleans(),
+        host=st.sampled_from([0, 3, 9, 24]),
+        slots=st.sampled_from(SLOTS),
+        interval=st.sampled_from([0, 0, 4, 7]),
+    )
+    def configure(self, reuse: int, recompute: bool, host: int, slots: int, interval: int) -> None:
         self.rig = MemoryRig(
             num_pages=NUM_PAGES,
             num_host_pages=host,
             reuse=reuse > 0,
             recompute=recompute,
             reuse_generated=reuse == 3,
+            reads_inputs=slots > 0,
+            num_slots=slots,
+            num_host_slots=min(host, 3) if slots else 0,
+            snapshot_interval=interval,
         )
 
     # who is where
@@ -54,10 +69,18 @@ class MemoryMachine(RuleBasedStateMachine):
     # requests
 
     @precondition(lambda self: len(self.rig.rows) < NUM_HANDLES)
-    @rule(start=st.sampled_from(STARTS), tail=TAILS, drawn=st.integers(1, 9), at_once=st.integers(0, 4))
-    def introduce(self, start: list[int], tail: list[int], drawn: int, at_once: int) -> None:
+    @rule(
+        start=st.sampled_from(STARTS),
+        tail=TAILS,
+        drawn=st.integers(1, 9),
+        at_once=st.integers(0, 4),
+        image=st.integers(0, 4),
+    )
+    def introduce(self, start: list[int], tail: list[int], drawn: int, at_once: int, image: int) -> None:
+        """With `image` 0 it brings one: token ids alone do not rebuild what it computes."""
         handle = min(set(range(NUM_HANDLES)) - set(self.rig.rows))
-        self.rig.introduce(handle, [*start, *tail], len(start) + len(tail) + drawn)
+        most = len(start) + len(tail) + drawn
+        self.rig.introduce(handle, [*start, *tail], most, media=() if image else (IMAGE,), has_inputs=not image)
         if at_once:
             self.reserve_one(handle)
 
@@ -151,15 +174,22 @@ class MemoryMachine(RuleBasedStateMachine):
         holdings, arena = self.rig.holdings, self.rig.arena
         victims = data.draw(st.lists(st.sampled_from(self.victims()), min_size=1, unique=True))
         before, gained = arena.num_unpromised, holdings.reclaimable_together(victims)
-        lacking = {handle: holdings.lacking(handle, victims) for handle in self.waiting()}
+        lacking = {handle: self.lacking(handle, victims) for handle in self.waiting()}
+        slots_then = self.rig.slots.available(victims) if self.rig.pool is not None else 0
         for handle in victims:
             holdings.preempt(handle)
         assert arena.num_unpromised - before == gained
-        assert {handle: holdings.lacking(handle) for handle in lacking} == lacking
+        assert self.rig.pool is None or self.rig.slots.available() == slots_then
+        assert {handle: self.lacking(handle) for handle in lacking} == lacking
         for handle, short in lacking.items():
-            assert arena.num_unpromised >= 0 and (short > 0 or holdings.reserve(handle))
-            if not short:
+            assert holdings.reserve(handle) == (not any(short))
+            if not any(short):
                 holdings.withdraw(handle)
+
+    def lacking(self, handle: int, without: Sequence[int] = ()) -> tuple[int, int]:
+        """Pages and slots."""
+        slots = self.rig.slots.lacking(handle, without) if self.rig.pool is not None else 0
+        return self.rig.holdings.lacking(handle, without), slots
 
     @precondition(lambda self: self.preempted())
     @rule(data=st.data())
