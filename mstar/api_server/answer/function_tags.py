@@ -60,6 +60,17 @@ class FunctionTags:
         self.num_calls = 0
         self.is_in_call = False
 
+    def passes(self, text: str) -> bool:
+        """Whether `text` is content as it is, with nothing before or in it to wait for."""
+        return not (
+            self._text
+            or self._spaces
+            or self._closes_space
+            or "<" in text
+            or text[-1].isspace()
+            or self._state != self._content
+        )
+
     def feed(self, text: str) -> list[AnswerDelta]:
         """More content; what of it, and of what was held back, is known."""
         self._text = self._text + text if self._text else text

@@ -41,6 +41,16 @@ class AnswerReader:
         split = self._split
         return split is not None and (split.is_open if split.end is None else offset < split.end)
 
+    def passes_as_content(self, text: str) -> bool:
+        """Whether `text` is all content, and nothing before it waits; it is then taken as fed."""
+        split, tags = self._split, self._tags
+        return (split is None or split.is_through) and (tags is None or tags.passes(text))
+
+    def passes_as_reasoning(self, text: str) -> bool:
+        """As `passes_as_content`, for reasoning."""
+        split = self._split
+        return split is not None and split.is_open and split.passes(text)
+
     def feed(self, text: str) -> list[AnswerDelta]:
         """More text, at least a character; what is known by it."""
         split = self._split

@@ -29,21 +29,38 @@ class ReasoningSplit:
     content, unchanged. `end`: where the closing marker ended, in characters of the whole text; None before.
     """
 
-    __slots__ = ("_closing", "_held", "_num_fed", "_opening", "_opens", "_spaces", "_state", "end", "is_open")
+    __slots__ = (
+        "_closing",
+        "_first",
+        "_held",
+        "_num_fed",
+        "_opening",
+        "_opens",
+        "_spaces",
+        "_state",
+        "end",
+        "is_open",
+        "is_through",
+    )
 
     def __init__(self, markers: Markers, *, opens: bool) -> None:
         self._opening, self._closing = markers
+        self._first = markers.closing[0]
         self._opens = opens
         self._state: Callable[[str], Split] = self._begin
         self._held = ""
         self._spaces: list[str] = []
         self._num_fed = 0
         self.is_open = opens
+        self.is_through = False
         self.end: int | None = None
 
-    @property
-    def is_through(self) -> bool:
-        return self._state == self._content
+    def passes(self, text: str) -> bool:
+        """Whether `text` is reasoning as it is, with nothing before or in it to wait for. It is then counted as fed."""
+        if self._state != self._reasoning or self._held or self._spaces or text[-1] == "\n" or self._first in text:
+            return False
+        self._num_fed += len(text)
+        return True
 
     def feed(self, text: str) -> Split:
         """More text; what of it, and of what was held back, is known."""
@@ -77,8 +94,10 @@ class ReasoningSplit:
             return self._first_reasoning(text[len(self._opening) :])
         text = "".join(self._spaces) + text
         self._spaces.clear()
-        self._state = self._first_reasoning if self._opens else self._content
-        return self._state(text)
+        if self._opens:
+            self._state = self._first_reasoning
+            return self._first_reasoning(text)
+        return self._begin_content(text)
 
     def _first_reasoning(self, text: str) -> Split:
         text = text.lstrip("\n")
@@ -117,9 +136,11 @@ class ReasoningSplit:
 
     def _first_content(self, text: str) -> Split:
         text = text.lstrip("\n")
-        if not text:
-            return Split("", "")
+        return self._begin_content(text) if text else Split("", "")
+
+    def _begin_content(self, text: str) -> Split:
         self._state = self._content
+        self.is_through = True
         return Split("", text)
 
     def _content(self, text: str) -> Split:

@@ -21,7 +21,8 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class ResponseShape(ABC):
-    """`parts[choice]`: bytes before and after the JSON string of a delta without logprobs."""
+    """`parts[choice]`: bytes before and after the JSON string of a delta without logprobs; `reasoning_parts[choice]`:
+    those of reasoning, for a chat."""
 
     whole_kind: str
     chunk_kind: str
@@ -48,6 +49,9 @@ class ResponseShape(ABC):
         after = self.delta_end + b',"logprobs":null,"finish_reason":null}]' + self._closing
         self.parts = [
             (self._opening + b'[{"index":%d,' % choice + self.delta_key, after) for choice in range(num_results)
+        ]
+        self.reasoning_parts = [
+            (before.replace(b'{"content":', b'{"reasoning_content":'), after) for before, after in self.parts
         ]
 
     def opening_chunk(self, choice: int) -> bytes:

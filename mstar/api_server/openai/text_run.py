@@ -173,7 +173,14 @@ class TextRun:
         was_reasoning = reader.is_reasoning
         text = self._choices[choice].push(event.token)
         if text:
-            body += [self.shape.delta_chunk(choice, delta, (), 0) for delta in reader.feed(text)]
+            if reader.passes_as_content(text):
+                before, after = self.shape.parts[choice]
+                body += (before, encode_json(text), after)
+            elif reader.passes_as_reasoning(text):
+                before, after = self.shape.reasoning_parts[choice]
+                body += (before, encode_json(text), after)
+            else:
+                body += [self.shape.delta_chunk(choice, delta, (), 0) for delta in reader.feed(text)]
         if was_reasoning or reader.is_reasoning:
             reader.num_reasoning_tokens += 1
         return True

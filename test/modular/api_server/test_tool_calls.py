@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstar.api_server.answer.argument_kinds import KINDS, argument_kinds, json_value
+from mstar.api_server.answer.deltas import ContentDelta, ReasoningDelta
 from mstar.api_server.answer.reader import AnswerFormat, AnswerReader, WholeAnswer
 from mstar.model.base import Markers
 
@@ -32,13 +33,28 @@ PARAMETERS: dict[str, Any] = {
 TOOLS = {"weather": PARAMETERS, "noargs": {}}
 
 
-def read(pieces: list[str], *, opens: bool = False, reasoning: bool = False, tools: bool = True, whole: bool = True):
-    """(content, reasoning, calls as (name, arguments), finish reason) of a text in pieces."""
+def read(
+    pieces: list[str],
+    *,
+    opens: bool = False,
+    reasoning: bool = False,
+    tools: bool = True,
+    whole: bool = True,
+    shortcuts: bool = False,
+):
+    """(content, reasoning, calls as (name, arguments), finish reason) of a text in pieces. `shortcuts`: what passes
+    as it is does."""
     ids = iter(range(1000))
     form = AnswerFormat(THINK if reasoning else None, TOOLS if tools else None)
     reader = AnswerReader(form, opens_reasoning=opens, new_id=lambda: f"call_{next(ids)}")
     answer = WholeAnswer()
     for piece in filter(None, pieces):
+        if shortcuts and reader.passes_as_content(piece):
+            answer.add(ContentDelta(piece))
+            continue
+        if shortcuts and reader.passes_as_reasoning(piece):
+            answer.add(ReasoningDelta(piece))
+            continue
         for delta in reader.feed(piece):
             assert getattr(delta, "text", "x"), "no delta is empty"
             answer.add(delta)
@@ -178,7 +194,7 @@ def test_pieces_do_not_matter(words: list[str], data: st.DataObject):
     options = {name: data.draw(st.booleans()) for name in ("opens", "reasoning", "tools", "whole")}
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert read(pieces, **options) == read([text], **options)
+    assert read(pieces, **options, shortcuts=data.draw(st.booleans())) == read([text], **options)
 
 
 @given(
@@ -208,8 +224,22 @@ def whole_split(text: str, opens: bool) -> tuple[str, str]:
 def test_reasoning_is_told_apart(words: list[str], data: st.DataObject):
     text, opens = "".join(words), data.draw(st.booleans())
     reasoning, content = whole_split(text, opens)
-    got = read(cut(text, data.draw(st.integers(1, 9))), opens=opens, reasoning=True, tools=False)
+    shortcuts = data.draw(st.booleans())
+    got = read(cut(text, data.draw(st.integers(1, 9))), opens=opens, reasoning=True, tools=False, shortcuts=shortcuts)
     assert got[:2] == (content, reasoning)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_reasoning_ends_where_its_marker_does(size: int):
+    """Whatever way the text came, shortcuts included."""
+    form = AnswerFormat(THINK, None)
+    text = "some thoughts here</think>and the answer"
+    reader = AnswerReader(form, opens_reasoning=True, new_id=str)
+    for piece in cut(text, size):
+        if not (reader.passes_as_content(piece) or reader.passes_as_reasoning(piece)):
+            reader.feed(piece)
+    found = [reader.has_reasoning_at(i) for i in range(len(text))]
+    assert found.index(False) == text.index("and the") and not any(found[text.index("and the") :])
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
