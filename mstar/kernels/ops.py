@@ -223,7 +223,8 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x *= sigmoid(gate)``, in place. ``gate`` is ``[tokens, width]`` as ``x``, or ``[tokens, 1]`` for all of it."""
+    """``x *= sigmoid(gate)``, in place. ``gate`` is shaped as ``x [tokens, width]``, or one for all of a token,
+    ``[tokens, 1]``, then of the dtype of ``x`` or fp32."""
     if (native := compiled_for(x)) is not None:
         result = native.sigmoid_mul(x, gate)
         if result is not NotImplemented:

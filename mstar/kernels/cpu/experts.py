@@ -23,7 +23,13 @@ class ExpertKernels:
 
     def pack(self, weight: Tensor) -> PackedExperts:
         num_experts, num_out, num_in = weight.shape
-        data = torch.stack([packed_words(each, self._vector_width) for each in weight])
+        data: Tensor | None = None
+        for expert, each in enumerate(weight):  # one by one: weights of experts are most of a model
+            packed = packed_words(each, self._vector_width)
+            data = torch.empty((num_experts, *packed.shape), dtype=packed.dtype) if data is None else data
+            data[expert] = packed
+        if data is None:
+            raise ValueError("a mixture of no experts")
         return PackedExperts(data, num_experts, num_out, num_in, weight.dtype, self._vector_width)
 
     def router_top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -123,13 +123,16 @@ class NativeKernels:
         return out
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        if not (is_token_columns(x, x) and is_token_columns(gate, x)):
+        if not (is_token_columns(x, x) and is_token_columns(gate, gate)):
+            return NotImplemented
+        if gate.dtype is not x.dtype and not (gate.dtype is _FP32 and gate.shape[1] == 1):
             return NotImplemented
         tokens, width = x.shape
         if gate.shape[0] != tokens or gate.shape[1] not in (1, width):
             raise ValueError(f"sigmoid_mul: x {tuple(x.shape)}, gate {tuple(gate.shape)}")
+        per_token = int(gate.shape[1] != width) if gate.dtype is x.dtype else 2
         self._sigmoid_mul(
-            torch.get_num_threads(), tokens, width, x.stride(0), gate.stride(0), gate.shape[1] == 1, x.dtype is _BF16,
+            torch.get_num_threads(), tokens, width, x.stride(0), gate.stride(0), per_token, x.dtype is _BF16,
             x.data_ptr(), gate.data_ptr(),
         )  # fmt: skip
         return x

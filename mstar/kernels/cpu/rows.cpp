@@ -81,12 +81,14 @@ template <class T> void sigmoid_mul(const Arg* arg) {
     parallel_ranges(arg[0].i, tokens, tokens * width * 4, GRAIN, [&](int64_t from, int64_t to) {
         for (int64_t t = from; t < to; t++) {
             T* x = arg[7].as<T>() + t * arg[3].i;
-            const T* gate = arg[8].as<const T>() + t * arg[4].i;
-            const vf all = sigmoid(splat(to_float(*gate)));
-            if (arg[5].i)
-                gate_row(x, x, width, [&](vf) { return all; });
-            else
-                gate_row(x, gate, width, [](vf g) { return sigmoid(g); });
+            const int64_t at = t * arg[4].i;
+            if (!arg[5].i) {
+                gate_row(x, arg[8].as<const T>() + at, width, [](vf g) { return sigmoid(g); });
+                continue;
+            }
+            const float gate = arg[5].i == 1 ? to_float(arg[8].as<const T>()[at]) : arg[8].as<const float>()[at];
+            const vf all = sigmoid(splat(gate));
+            gate_row(x, x, width, [&](vf) { return all; });
         }
     });
 }
@@ -176,7 +178,7 @@ KERNEL(mstar_norm) { return arg[9].i ? norm<bf16>(arg) : norm<float>(arg), OK; }
 // threads, tokens, width, gate_up stride, out stride, is bf16, gate_up, out
 KERNEL(mstar_silu_and_mul) { return arg[5].i ? silu_and_mul<bf16>(arg) : silu_and_mul<float>(arg), OK; }
 
-// threads, tokens, width, x stride, gate stride, one gate per token, is bf16, x, gate
+// threads, tokens, width, x stride, gate stride, one gate per token (1; 2: in fp32), is bf16, x, gate
 KERNEL(mstar_sigmoid_mul) { return arg[6].i ? sigmoid_mul<bf16>(arg) : sigmoid_mul<float>(arg), OK; }
 
 // threads, tokens, heads, dim, x stride, z stride, out stride, is bf16, eps, x, z, weight, out

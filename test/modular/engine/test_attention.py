@@ -28,13 +28,19 @@ HEADS, KV_HEADS, DIM, PAGE = 6, 2, 8, 4
 class Rig:
     """A cache, attention and positions, stepped by hand."""
 
-    def __init__(self, backend: str, scale: float | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        backend: str,
+        scale: float | None = None,
+        dtype: torch.dtype = torch.float32,
+        sections: tuple[int, int, int] | None = None,
+    ) -> None:
         self.kv = PagedKV(
             PagedKVSpec("kv", 1, KV_HEADS, DIM, PAGE),
             num_pages=40, capacity=6, max_seq_len=60, dtype=dtype, device=CPU, poison=True,
         )  # fmt: skip
         self.attention = Attention(AttentionSpec("attn", "kv", HEADS, scale), self.kv, backend=backend, device=CPU)
-        rope = RotarySpec("rope", "kv", rotary_dim=DIM, theta=50.0)
+        rope = RotarySpec("rope", "kv", rotary_dim=DIM, theta=50.0, sections=sections)
         self.positions = Positions(rope, self.kv, max_seq_len=60, device=CPU)
         self.layouts = LayoutCache([f for r in (self.kv, self.attention, self.positions) for f in r.staging_fields()])
         self.block = DeviceBlock(CPU)
@@ -139,6 +145,26 @@ def test_rotation_depends_on_the_distance_only(backend: str):
     a, b = outputs
     cosine = torch.nn.functional.cosine_similarity(a.view(4, HEADS, DIM), b.view(4, HEADS, DIM), dim=-1)
     torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["torch_ref", "cpu"])
+@pytest.mark.parametrize("sections", [None, (2, 1, 1)])
+def test_columns_of_a_wider_projection_serve_as_well(backend: str, dtype: torch.dtype, sections: tuple | None):
+    """Queries, keys and values beside the gates of a projection, with partial rotation by one position or by three."""
+    torch.manual_seed(3)
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    alone, beside = (Rig(backend, dtype=dtype, sections=sections) for _ in range(2))
+    for rig in (alone, beside):
+        for handle in (1, 3):
+            rig.positions.open(handle, OpenConfig(None, None, 30))  # type: ignore[arg-type]
+    for spans in ({3: 9, 1: 6}, {1: 1, 3: 1}):
+        wide = torch.randn(sum(spans.values()), width + HEADS * DIM).to(dtype)
+        gates, packed = wide[:, width:].clone(), wide[:, :width].contiguous()
+        out = beside.run(spans, wide[:, :width], rope=True)
+        assert torch.equal(out, alone.run(spans, packed, rope=True))
+        assert torch.equal(wide[:, :width], packed) and torch.equal(wide[:, width:], gates)
+    assert (alone.positions.layer(0).axes is None) == (sections is None)
 
 
 ROPES = [

@@ -50,7 +50,7 @@ def test_sigmoid_mul(kernels: str, dtype: torch.dtype, width: int) -> None:
     for tokens in TOKENS:
         wide = torch.randn(tokens, 2 * width + 3).to(dtype) * 8
         x, gate = wide[:, :width], wide[:, width + 1 : 2 * width + 1]
-        for each in (gate, gate[:, :1]):
+        for each in (gate, gate[:, :1], torch.randn(tokens, 3)[:, 1:2]):
             before = wide.clone()
             expected = oracle.sigmoid_mul(x.clone(), each)
             assert ops.sigmoid_mul(x, each) is x
