@@ -43,14 +43,21 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
-            answer = ""
+            answer, was_reasoning = "", False
             try:
-                for piece in _stream(
+                for is_reasoning, piece in _stream(
                     client, {"model": name, "messages": messages, "temperature": temperature, "stream": True}
                 ):
-                    sys.stdout.write(piece.translate(STEERING))
-                    sys.stdout.flush()
-                    answer += piece
+                    if was_reasoning and not is_reasoning:
+                        sys.stdout.write("\n\n")
+                    was_reasoning = is_reasoning
+                    shown = piece.translate(STEERING)
+                    if is_reasoning:
+                        console.print(shown, style="dim", end="", markup=False, highlight=False, soft_wrap=True)
+                    else:
+                        sys.stdout.write(shown)
+                        sys.stdout.flush()
+                        answer += piece
             except KeyboardInterrupt:
                 pass
             except (httpx.HTTPError, ValueError) as error:
@@ -71,8 +78,9 @@ def _served_model(client: httpx.Client) -> str:
         raise ValueError("what answers there lists no models") from error
 
 
-def _stream(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
-    """Text pieces of one answer. Raises `ValueError` with the server's message for an error."""
+def _stream(client: httpx.Client, body: dict[str, object]) -> Iterator[tuple[bool, str]]:
+    """Text pieces of one answer, and whether each is reasoning. Raises `ValueError` with the server's message for an
+    error."""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         _require_ok(response)
         for line in response.iter_lines():
@@ -82,7 +90,10 @@ def _stream(client: httpx.Client, body: dict[str, object]) -> Iterator[str]:
             if "error" in event:
                 raise ValueError(event["error"]["message"])
             for choice in event["choices"]:
-                yield choice["delta"].get("content") or ""
+                delta = choice["delta"]
+                for key in ("reasoning_content", "content"):
+                    if delta.get(key):
+                        yield key != "content", delta[key]
 
 
 def _require_ok(response: httpx.Response) -> None:

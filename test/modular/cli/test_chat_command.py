@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from support.command_line import command
+from support.qwen3_5_front import build_qwen_spec, running_qwen
 from support.running_front import RunningFront, build_spec
 from support.tiny_text import build_tokenizer
 
@@ -84,6 +86,15 @@ def test_the_end_of_the_input_ends_it(front: RunningFront):
 def test_control_characters_do_not_reach_the_terminal(front: RunningFront):
     front.reply("a\x1b[2Jb\x07\x9b1mc\r\nd")
     assert "you: a[2Jb1mc\nd\nyou: " in chat(front, "hi").stdout
+
+
+def test_reasoning_is_shown_and_not_part_of_the_answer(tmp_path: Path):
+    with running_qwen(build_qwen_spec(tmp_path)) as qwen:
+        qwen.reply("So [bold] it\n\nis.\n</think>\n\n  two")
+        result = chat(qwen, "hi", "and?", options=())
+        assert result.stdout.partition("\n")[2] == 2 * "you: So [bold] it\n\nis.\n\n  two\n" + "you: \n"
+        assert "  two<|im_end|>" not in prompt(qwen) and "two<|im_end|>" in prompt(qwen)
+        assert "So [bold]" not in prompt(qwen)
 
 
 def test_an_error_is_shown_and_its_question_forgotten(front: RunningFront):
