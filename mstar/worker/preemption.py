@@ -20,7 +20,9 @@ Nothing gets stuck, and nothing runs in circles:
    other workers gives way after `PATIENCE_S`, to juniors too: that ends circles which no worker can see alone.
 6. Who cannot be preempted once it computes was promised all that it will ever need, so it is never refused. In one
    cache, requests over several workers either all can be preempted or none can: the room that a host has for some
-   makes no difference between them (`CacheHoldings.reserve`).
+   makes no difference between them (`CacheHoldings.reserve`). One kind of circle is left, where none can: two requests
+   lose their room on a worker each between their opening there and their start (5), begin without it, and each then
+   waits for what the other holds, computed or promised. There, a deadline is what ends them.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstar.communication.messages import OpenRequest, SamplingParams
@@ -52,6 +52,12 @@ class Pool:
         free = self.num_pages - sum(max(held, self._promised[handle]) for handle, held in self._held.items())
         assert free >= 0
         return free + sum(self.reclaimable(one, KV) or self.unused(one, KV) for one in without)
+
+    def grows(self, resource: str) -> bool:
+        return True
+
+    def together(self, resource: str) -> Sequence[str]:
+        return (resource,)
 
     def lacking(self, handle: int, without: Sequence[int] = ()) -> dict[str, int]:
         short = self._first(handle) - self.available(KV, without)
@@ -237,8 +243,26 @@ VISITORS = st.lists(
     moving=st.sampled_from(((0, 1, 2), (), (0,), (1, 2))),
     mixed=st.sampled_from((None, None, 0, 1)),
 )
+@example(
+    drawn=[
+        (1, True, 2, [0, 1, 1, 0, 0, 1]),
+        (0, False, 2, [2, 1, 0, 2, 0, 1]),
+        (0, False, 3, [1, 2, 0, 2, 2, 1, 0]),
+        (0, False, 3, [2]),
+        (0, True, 1, [2, 1, 0, 0, 1]),
+        (0, False, 3, [0, 1]),
+    ],
+    spare=0,
+    max_rows=7,
+    pauses=[4, 4, 1, 1, 3, 4, 2, 0],
+    numbered=False,
+    moving=(1, 2),
+    mixed=1,
+)
 def test_every_request_ends_whatever_it_visits(drawn, spare, max_rows, pauses, numbered, moving, mixed):
-    """`numbered`: all workers order alike. `moving`: ranks whose requests may be preempted at any time; at rank `mixed`
+    """The example is a circle where the host's room makes a difference between requests over several workers.
+
+    `numbered`: all workers order alike. `moving`: ranks whose requests may be preempted at any time; at rank `mixed`
     some may, because the host has no room for more."""
     visitors: dict[str, Visitor] = {}
     num_pages = spare + max(num_prompt + max(map(visits.count, visits)) for _, _, num_prompt, visits in drawn)
