@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mstar.communication.messages import MediaSpan
-from mstar.model.base import ChatMessage, MediaPart
+from mstar.model.base import ChatMessage, MediaPart, MediaSpan
 from mstar.model.qwen3_5.config import MediaTokens
 from mstar.model.qwen3_5.image_processing import Patches, read_image
 from mstar.model.qwen3_5.media_rules import MediaRules

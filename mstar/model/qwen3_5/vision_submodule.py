@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.engine.layer_handles import EncoderCacheHandle, FindLayer, PendingMedia
 from mstar.engine.step import EncodeStep, Rows, SubmoduleStep
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns, StopDecision
+from mstar.layers.encoded_media import EncodedMedia, PendingMedia
 from mstar.layers.linear import pack_weights
 from mstar.model.loader.load_rules import LoadRules, RenameRule
 from mstar.model.loader.module_loading import load_weights
@@ -38,13 +38,10 @@ class VisionSubmodule(NodeSubmodule):
     def __init__(self, tower: VisionTower, *, cache_key: str, loop: str, budget: int) -> None:
         super().__init__()
         self.tower = tower
-        self._cache_key = cache_key
+        self.encoded = EncodedMedia(cache_key)
         self._loop = loop
         self._budget = budget
         self._per_token = tower.config.spatial_merge_size**2
-
-    def bind_resources(self, find: FindLayer) -> None:
-        self._cache: EncoderCacheHandle = find(self._cache_key, 0)
 
     def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch:
         """First come, first served; the first row always has its step."""
@@ -60,7 +57,7 @@ class VisionSubmodule(NodeSubmodule):
         return NodeBatch(spans)
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
-        return SubmoduleStep({self._cache_key: EncodeStep()}, rows)
+        return SubmoduleStep({self.encoded.key: EncodeStep()}, rows)
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         rows = self._media_rows(inputs)
@@ -77,7 +74,7 @@ class VisionSubmodule(NodeSubmodule):
         by_row = {row.index: row.hidden for row in rows if row not in ended}
         nothing = torch.empty(0, self.tower.config.hidden_size, dtype=self.tower.dtype, device=self._device)
         hidden = [by_row.get(index, nothing) for index in range(inputs.num_rows)]
-        return {"hidden": hidden, "features": self._cache.complete(made)}
+        return {"hidden": hidden, "features": self.encoded(made)}
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
         last = np.array([steps for _, steps in self._work(rows)], np.int64) - 1
@@ -90,14 +87,14 @@ class VisionSubmodule(NodeSubmodule):
 
     def _work(self, rows: RowColumns) -> Iterator[tuple[int, int]]:
         """Of each row: patches to encode, and in how many steps."""
-        for tokens in self._cache.num_pending(rows.handles).tolist():
+        for tokens in self.encoded.num_pending(rows.handles).tolist():
             patches = tokens * self._per_token
             yield patches, num_encode_steps(patches, self.tower.config.depth, self._budget)
 
     def _media_rows(self, inputs: EngineInputs) -> list[_MediaRow]:
         """Rows with something to encode, at their beginning of the step."""
         pending: dict[int, list[PendingMedia]] = {}
-        for medium in self._cache.pending():
+        for medium in self.encoded.pending():
             pending.setdefault(medium.row, []).append(medium)
         if not pending:
             return []
