@@ -12,14 +12,16 @@ from support.memory_rig import Armed, MemoryRig
 from mstar.communication.messages import MediaSpan
 
 NUM_PAGES, NUM_HANDLES = 11, 6
-SLOTS = [0, 0, 1, 2, 4, 9]
 IMAGE = MediaSpan(1, 2, b"image")
 STARTS = [[], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9]]
 TAILS = st.lists(st.integers(1, 2), min_size=1, max_size=5)
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """`armed`: a step that is planned and not submitted. At most two are in flight behind it."""
+    """`armed`: a step that is planned and not submitted. At most two are in flight behind it. `num_slots`: of states
+    beside the cache."""
+
+    num_slots: Sequence[int] = (0,)
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,19 +32,20 @@ class MemoryMachine(RuleBasedStateMachine):
         reuse=st.integers(0, 3),
         recompute=st.booleans(),
         host=st.sampled_from([0, 3, 9, 24]),
-        slots=st.sampled_from(SLOTS),
+        slots=st.integers(0, 3),
         interval=st.sampled_from([0, 0, 4, 7]),
     )
     def configure(self, reuse: int, recompute: bool, host: int, slots: int, interval: int) -> None:
+        num_slots = self.num_slots[slots % len(self.num_slots)]
         self.rig = MemoryRig(
             num_pages=NUM_PAGES,
             num_host_pages=host,
             reuse=reuse > 0,
             recompute=recompute,
             reuse_generated=reuse == 3,
-            reads_inputs=slots > 0,
-            num_slots=slots,
-            num_host_slots=min(host, 3) if slots else 0,
+            reads_inputs=num_slots > 0,
+            num_slots=num_slots,
+            num_host_slots=min(host, 3) if num_slots else 0,
             snapshot_interval=interval,
         )
 
@@ -229,5 +232,11 @@ class MemoryMachine(RuleBasedStateMachine):
             assert self.rig.host.arena.num_unpromised == self.rig.host.num_pages
 
 
+class MemoryAndStatesMachine(MemoryMachine):
+    num_slots = (1, 2, 4, 9)
+
+
 TestMemory = MemoryMachine.TestCase
 TestMemory.settings = settings(stateful_step_count=50)
+TestMemoryAndStates = MemoryAndStatesMachine.TestCase
+TestMemoryAndStates.settings = settings(stateful_step_count=50)
