@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mstar.config.load import ConfigError, config_from_mapping, load_config
+from mstar.config.load import ConfigError, config_from_mapping, load_config, shipped_configs
 from mstar.config.schema import DeploymentConfig, ServerConfig
 from mstar.model.loader.progress import DownloadProgress
 from mstar.model.registry import CARDS, card_for_config
@@ -37,10 +37,11 @@ def server_for(target: str, overrides: Sequence[str]) -> ServerConfig:
 
 
 def _is_card(target: str) -> bool:
-    """A model's name, or `package.module:CARD` of one outside this package."""
+    """A model's name, or `package.module:CARD` of one outside this package. A shipped configuration of the same name is
+    what is meant: it has the model and more."""
     module, colon, attribute = target.partition(":")
     outside = bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
-    return outside or any(card.name == target for card in CARDS)
+    return outside or (target not in shipped_configs() and any(card.name == target for card in CARDS))
 
 
 def _is_checkpoint(target: str) -> bool:

@@ -79,3 +79,9 @@ def test_an_address_that_is_not_there():
 def test_a_model_outside_the_package_is_a_target():
     config = config_for("support.slow_llama:CARD", ["checkpoint=/nowhere"])
     assert (config.model, config.checkpoint) == ("support.slow_llama:CARD", "/nowhere")
+
+
+def test_a_shipped_configuration_is_meant_before_a_model_of_the_same_name():
+    config = config_for("qwen3_5", [])
+    assert (config.model, config.checkpoint, config.max_seq_len) == ("qwen3_5", "Qwen/Qwen3.5-0.8B", 32768)
+    assert config_for("llama", []).checkpoint is None
