@@ -87,6 +87,16 @@ class MemoryMachine(RuleBasedStateMachine):
         if at_once:
             self.reserve_one(handle)
 
+    @precondition(lambda self: self.rig.rows and len(self.rig.rows) < NUM_HANDLES)
+    @rule(data=st.data(), longer=st.booleans())
+    def introduce_again(self, data: st.DataObject, longer: bool) -> None:
+        """The same prompt once more, or the next turn of the same conversation."""
+        like = self.rig.rows[data.draw(st.sampled_from(sorted(self.rig.rows)))]
+        prompt = like.ids[: min(like.num_prompt + 2 if longer else like.num_prompt, 32)]
+        handle = min(set(range(NUM_HANDLES)) - set(self.rig.rows))
+        self.rig.introduce(handle, prompt, len(prompt) + 3)
+        self.reserve_one(handle)
+
     @precondition(lambda self: self.waiting())
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
@@ -130,6 +140,20 @@ class MemoryMachine(RuleBasedStateMachine):
         again = self.rig.arm(spans)
         assert isinstance(again, Armed) == (missing <= 0), (again, missing)
         return again if isinstance(again, Armed) else None
+
+    @precondition(lambda self: self.armed is None and self.able())
+    @rule(times=st.integers(1, 4))
+    def run(self, times: int) -> None:
+        """Whole steps of all rows, each published before the next."""
+        for _ in range(times):
+            spans = {h: self.rig.wanted(h) for h in self.able()}
+            armed = self.rig.arm(spans) if spans else None
+            if not isinstance(armed, Armed):
+                return
+            self.rig.submit(armed)
+            while self.rig.flying:
+                self.rig.publish()
+            self.balanced()
 
     @precondition(lambda self: self.armed is not None)
     @rule(submit=st.integers(0, 3), data=st.data(), fail=st.integers(0, 6))
@@ -239,4 +263,4 @@ class MemoryAndStatesMachine(MemoryMachine):
 TestMemory = MemoryMachine.TestCase
 TestMemory.settings = settings(stateful_step_count=50)
 TestMemoryAndStates = MemoryAndStatesMachine.TestCase
-TestMemoryAndStates.settings = settings(stateful_step_count=50)
+TestMemoryAndStates.settings = settings(stateful_step_count=60, max_examples=2 * settings().max_examples)
