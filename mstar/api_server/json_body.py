@@ -37,7 +37,7 @@ async def read_json(request: Request, schema: type[Model]) -> Model:
             code="invalid_content_type",
         )
     try:
-        body = await request.body()
+        body = b"".join([part async for part in request.stream()])  # `body()` would keep it as long as the request
     except ClientDisconnect:
         raise RefusedError(ABORTED) from None
     return parse_json(body, schema)

@@ -73,10 +73,11 @@ class RefusedError(Exception):
 
 
 class RequestStream:
-    """Events of one request. `waiting[i]`: choice i has emitted nothing yet. `rids[i]`: its id on the wire, empty until
-    it is started. `num_open`: choices that have not finished; 0 too when the request has failed. `on_close` is called
-    with how many have ended, whenever some have; when `num_open` becomes 0, `on_end` is called. `sink`: called by
-    `wake`; takes what has come in place of the task that waits for it, or says False."""
+    """Events of one request. `request` is without words once its prompts are prepared. `waiting[i]`: choice i has
+    emitted nothing yet. `rids[i]`: its id on the wire, empty until it is started. `num_open`: choices that have not
+    finished; 0 too when the request has failed. `on_close` is called with how many have ended, whenever some have; when
+    `num_open` becomes 0, `on_end` is called. `sink`: called by `wake`; takes what has come in place of the task that
+    waits for it, or says False."""
 
     __slots__ = (
         "_pending",

@@ -215,6 +215,7 @@ class ConductorHandle:
         most = self.facts.max_seq_len if request.max_tokens is None else request.max_tokens
         try:
             prepared = [await self._pool.prepare(prompt, parameters, most) for prompt in request.prompts]
+            stream.request = request = request.without_words()
             self._start(stream, prepared, parameters)
         except RefusedError as refused:
             self._conductor.fail(stream, refused.failure)

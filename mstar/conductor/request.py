@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -57,6 +57,11 @@ class GenerateRequest:
     @property
     def num_results(self) -> int:
         return len(self.prompts) * self.num_choices
+
+    def without_words(self) -> GenerateRequest:
+        """The same request for the time when its prompts are prepared: they keep their kind only. What a client sent,
+        files of media above all, is not held for as long as its answer takes."""
+        return replace(self, prompts=tuple(PromptInput(prompt.kind) for prompt in self.prompts))
 
 
 def choice_seed(seed: int, index: int) -> int:

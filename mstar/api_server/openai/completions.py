@@ -24,13 +24,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", **describe(ChatRequest, "Answer a conversation", text="text/event-stream"))
 async def chat_completions(request: Request) -> Response:
     front = front_of(request)
-    body = await read_json(request, ChatRequest)
-    front.check_model(body.model)
-    facts = front.handle.facts
-    sources = chat_media(body.messages, facts.input_modalities)
-    media = await unless_client_leaves(request.receive, front.media.load(sources)) if sources else ()
-    asked = from_chat(body, facts, request_id_of(request), media)
-    return await _answer(request, front, asked, ChatShape, "chatcmpl-")
+    return await _answer(request, front, await _asked_of_chat(request, front), ChatShape, "chatcmpl-")
 
 
 @router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", text="text/event-stream"))
@@ -40,6 +34,15 @@ async def completions(request: Request) -> Response:
     front.check_model(body.model)
     asked = from_completion(body, front.handle.facts, request_id_of(request))
     return await _answer(request, front, asked, CompletionShape, "cmpl-")
+
+
+async def _asked_of_chat(request: Request, front: FrontState) -> TextRequest:
+    body = await read_json(request, ChatRequest)
+    front.check_model(body.model)
+    facts = front.handle.facts
+    sources = chat_media(body.messages, facts.input_modalities)
+    media = await unless_client_leaves(request.receive, front.media.load(sources)) if sources else ()
+    return from_chat(body, facts, request_id_of(request), media)
 
 
 async def _answer(

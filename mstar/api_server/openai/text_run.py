@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -223,6 +224,7 @@ class TextRun:
 
     def _prepared(self, event: PreparedEvent) -> None:
         """A completion continues its prompt's text; a chat answer begins a text of its own."""
+        self.request = replace(self.request, generate=self.stream.request)  # its words need not be kept any longer
         request = self.request.generate
         first = event.prompt * request.num_choices
         if request.prompts[event.prompt].kind == "completion":

@@ -1,6 +1,7 @@
 """Images and videos of requests: data URLs in every legal variant (E15), what a URL may make the server do (E16)."""
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -14,6 +15,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 from support.media_site import Site, media_site, resolver
 from support.qwen3_5_front import build_qwen_spec, data_url, image_bytes, image_part, running_qwen
 from support.running_front import MODEL, RunningFront
@@ -22,6 +24,7 @@ from mstar.api_server.checked_network import is_public
 from mstar.api_server.media import MediaLoader, MediaSource, data_url_bytes
 from mstar.conductor.events import RefusedError
 from mstar.config.schema import MediaConfig, ServerConfig
+from mstar.model.base import MediaPart
 
 PNG = image_bytes()
 FIELD = "messages[0].content[1].image_url.url"
@@ -388,3 +391,26 @@ def test_a_model_of_text_takes_none(front: RunningFront, tmp_path_factory: pytes
         answer = text_only.chat(messages=content(TEXT, image_part(data_url(PNG))))
         assert answer.status_code == 400 and "takes no image" in answer.json()["error"]["message"]
         assert text_only.http.get("/v1/models").json()["data"][0]["modalities"]["input"] == ["text"]
+
+
+def test_files_are_not_held_while_an_answer_is_written(qwen: RunningFront):
+    file = image_bytes("BMP", size=(96, 96))
+    body = {"model": MODEL, "messages": content(TEXT, image_part(data_url(file))), "stream": True}
+
+    def held() -> list[str]:
+        gc.collect()
+        found = [type(thing).__name__ for thing in gc.get_objects() if type(thing) is MediaPart and thing.data == file]
+        return found + ["_body" for thing in gc.get_objects() if type(thing) is Request and hasattr(thing, "_body")]
+
+    part = MediaPart("image", file)
+    assert held() == ["MediaPart"], "the search sees one that is held"
+    del part
+    qwen.worker.script = lambda _: itertools.repeat(300)
+    qwen.call(lambda: setattr(qwen.worker, "step_s", 0.01))
+    try:
+        with qwen.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            next(response.iter_lines())
+            assert held() == []
+    finally:
+        qwen.call(lambda: setattr(qwen.worker, "step_s", 0.0))
+        qwen.reply("</think>ok")
