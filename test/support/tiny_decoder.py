@@ -95,13 +95,16 @@ class TinyDecoder(NodeSubmodule):
         for layer in self.layers:
             x = layer(x)
         hidden = x[inputs.last]
-        logits = hidden @ self.lm_head
+        logits = self.logits_of(hidden)
         if self.poison_token is not None:
             logits[inputs.tokens[inputs.last] == self.poison_token] = float("nan")
         return {"token": self.head.sampler.sample(logits), "hidden": hidden}
 
     def embed(self, inputs: EngineInputs) -> Tensor:
         return self.embedding[inputs.tokens]
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.lm_head
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
         stopped = np.flatnonzero(self.head.sampler.stopped(rows.handles, host_rows["token"]))
