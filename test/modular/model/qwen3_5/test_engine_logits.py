@@ -9,6 +9,7 @@ from support.tiny_qwen3_5 import VARIANTS, Variant, build_reference, save_checkp
 from torch import Tensor, nn
 
 from mstar.communication.messages import SamplingParams
+from mstar.kernels import ops
 from mstar.model.base import ModelSetup
 from mstar.model.loader.checkpoint import resolve_checkpoint
 from mstar.model.qwen3_5.model import LANGUAGE, Qwen35Model
@@ -41,17 +42,17 @@ class Recorder(nn.Module):
 class Run:
     """One engine with the node, whose logits are kept by request."""
 
-    def __init__(self, v: Variant, directory) -> None:
+    def __init__(self, v: Variant, directory, dtype: torch.dtype = torch.float32) -> None:
         self.reference = build_reference(v)
         checkpoint = resolve_checkpoint(str(save_checkpoint(self.reference, directory)), cache_dir=directory)
         setup = ModelSetup(checkpoint.config(), None, 320)
         model = build_model(CARD, setup)
         assert isinstance(model, Qwen35Model)
-        node = build_submodule(CARD, LANGUAGE, SubmoduleContext(setup, checkpoint, torch.float32, torch.device("cpu")))
+        node = build_submodule(CARD, LANGUAGE, SubmoduleContext(setup, checkpoint, dtype, torch.device("cpu")))
         self.recorder = node.sampler = Recorder(node.sampler)
         specs = [spec for spec in model.get_node_resources() if spec.node == LANGUAGE]
         inputs = {LANGUAGE: {"prefill": frozenset[str](), "decode": frozenset({"token"})}}
-        self.rig = EngineRig({LANGUAGE: node}, specs, max_seq_len=320, walk_inputs=inputs)
+        self.rig = EngineRig({LANGUAGE: node}, specs, max_seq_len=320, walk_inputs=inputs, dtype=dtype)
         generator = torch.Generator().manual_seed(3)
         self.prompts = [torch.randint(3, 139, (n,), generator=generator).tolist() for n in LENGTHS]
         self.logits: dict[int, list[Tensor]] = {}
@@ -146,3 +147,31 @@ def test_a_reused_prefix_changes_nothing(tmp_path):
             run.step(take("decode", [row]))
     run.check()
     assert reused == [0, 192, 128, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["dense", "experts"])
+@torch.no_grad()
+def test_no_bit_depends_on_cuts_company_or_reuse(name: str, dtype: torch.dtype, tmp_path):
+    if ops.select_kernels() != "native":
+        pytest.skip("the compiled kernels are not available on this machine")
+    run = Run(variant(name), tmp_path, dtype)
+    run.prompts[5:] = [list(run.prompts[4])]
+    run.open(4)
+    run.prefill([4])  # alone, as long chunks as may be
+    for _ in range(6):
+        run.step(take("decode", [4]))
+    run.open(5, 0, 3)
+    assert run.rig.kv.lengths[5] == 192
+    run.prefill([0, 5, 3])
+    for _ in range(6):
+        run.step(take("decode", [0, 5, 3]))
+    assert torch.equal(torch.stack(run.logits[4]), torch.stack(run.logits[5]))
+    cold = Run(variant(name), tmp_path / "again", dtype)
+    cold.open(2, 4)
+    cold.prefill([2])
+    cold.prefill([4], beside=[2], chunk=64)
+    for _ in range(6):
+        cold.step(take("decode", [2, 4]))
+    assert torch.equal(torch.stack(run.logits[4]), torch.stack(cold.logits[4]))
+    assert len({tuple(run.rig.out[row][:3]) for row in (0, 3, 4)}) == 3
