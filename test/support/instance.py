@@ -225,7 +225,7 @@ class Instance:
 
     def held(self, rank: int) -> dict[str, float]:
         """What requests hold on a worker; not what is kept for later ones, nor what has been counted."""
-        kept = ("_total", 'state="free"}', 'state="cached"}')
+        kept = ("_total", 'state="free"}', 'state="cached"}', 'state="snapshot"}')
         return {
             name: value for name, value in self.gauges(rank).items() if not any(word in name for word in kept) and value
         }
