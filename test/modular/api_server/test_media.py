@@ -405,12 +405,15 @@ def test_files_are_not_held_while_an_answer_is_written(qwen: RunningFront):
     part = MediaPart("image", file)
     assert held() == ["MediaPart"], "the search sees one that is held"
     del part
-    qwen.worker.script = lambda _: itertools.repeat(300)
+    word = qwen.tokenizer.encode(" the").ids
+    qwen.worker.script = lambda _: itertools.cycle(word)
     qwen.call(lambda: setattr(qwen.worker, "step_s", 0.01))
     try:
         with qwen.http.stream("POST", "/v1/chat/completions", json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # whose end closes the connection
+            next(lines)
             assert held() == []
+            assert qwen.parts.handle.num_live == 1 and next(lines) == ""
     finally:
         qwen.call(lambda: setattr(qwen.worker, "step_s", 0.0))
         qwen.reply("</think>ok")
