@@ -8,6 +8,7 @@ from torch import nn
 
 from mstar.engine.spec import (
     AttentionSpec,
+    EncoderCacheSpec,
     LinearAttentionSpec,
     PagedKVSpec,
     RecurrentStateSpec,
@@ -17,11 +18,13 @@ from mstar.engine.spec import (
 )
 from mstar.engine.step import Rows, SamplerStep
 from mstar.engine.submodule import EngineInputs, RowColumns
-from mstar.graph.base import Loop, LoopLimit, nodes_of
-from mstar.model.base import ModelSetup, PromptRequest
+from mstar.graph.base import GraphNode, Loop, LoopLimit, nodes_of
+from mstar.graph.compile import compile_walks
+from mstar.model.base import ChatMessage, MediaPart, MediaSpan, ModelSetup, PreparedPrompt, PromptRequest
 from mstar.model.qwen3_5.config import FULL, LINEAR, ExpertsConfig, MediaTokens, Qwen35Config
 from mstar.model.qwen3_5.language_submodule import LanguageSubmodule, features_of, features_of_rows, put_features
 from mstar.model.qwen3_5.model import Qwen35Model
+from mstar.model.registry import build_model, card_for_config, find_card
 
 # As the family's files spell it: the language model's facts apart, all kinds of token types at the top.
 PUBLISHED = {
@@ -178,6 +181,60 @@ def test_walks_of_a_model_without_a_tower():
     assert decode.max_iters == LoopLimit("decode_steps")
     partitions = _model().partitions().partitions
     assert [(p.name, p.walks, p.stream_fed) for p in partitions] == [("text", ("prefill", "decode"), False)]
+
+
+def test_walks_of_a_model_with_a_tower():
+    model = _model(_with_vision())
+    walks = model.walks()
+    assert {walk: nodes_of(section)[0].name for walk, section in walks.items()} == {
+        "encode": "Vision", "prefill": "LLM", "decode": "LLM",
+    }
+    encode, prefill = walks["encode"], walks["prefill"]
+    assert isinstance(encode, Loop) and isinstance(prefill, GraphNode)
+    assert encode.max_iters == LoopLimit("vision_steps")
+    assert [(edge.name, edge.persist) for edge in encode.outputs] == [("features", True)]
+    assert prefill.input_names == ("features",)
+    assert prefill.optional_inputs == {"features"}
+    (partition,) = model.partitions().partitions
+    assert (partition.walks, partition.request_inputs) == (("encode", "prefill", "decode"), ("pixels",))
+    compile_walks(walks, model.partitions(), {"LLM": 0, "Vision": 1})
+    vision = next(node for node in model.get_node_resources() if node.node == "Vision")
+    assert [spec.width for spec in vision.resources if isinstance(spec, EncoderCacheSpec)] == [48]
+
+
+def test_media_are_encoded_before_the_prompt_is_read():
+    model = _model(_with_vision())
+    span = MediaSpan(1, 6, b"digest", (1, 2, 3))
+    ids = np.array([142, *[140] * 6, 143], np.int32)
+    prompt = PreparedPrompt(ids, {"pixels": np.zeros((24, 1536), np.uint8)}, media=(span,))
+    plan = model.plan_walks(prompt, 5)
+    assert plan.partitions[0].walks == ("encode", "prefill", "decode")
+    assert plan.limits["decode_steps"] == 4
+    assert 1 <= plan.limits["vision_steps"] <= VISION["depth"]
+    text = model.plan_walks(model.process_prompt(PromptRequest("native", token_ids=(5, 6))), 5)
+    assert text.partitions[0].walks == ("prefill", "decode")
+
+
+def test_media_for_a_model_without_a_tower_are_the_clients_error():
+    messages = (ChatMessage("user", ("look", MediaPart("image", b"..."))),)
+    with pytest.raises(ValueError, match="reads text only"):
+        _model().process_prompt(PromptRequest("chat", messages=messages))
+
+
+@pytest.mark.parametrize("token", [140, 141])
+def test_media_tokens_without_media_are_the_clients_error(token: int):
+    with pytest.raises(ValueError, match="none was sent"):
+        _model(_with_vision()).process_prompt(PromptRequest("native", token_ids=(5, token)))
+    prompt = _model(_with_vision()).process_prompt(PromptRequest("native", token_ids=(5, 139, 142)))
+    assert prompt.token_ids.tolist() == [5, 139, 142]
+    assert _model().process_prompt(PromptRequest("native", token_ids=(5, token))).token_ids.tolist() == [5, token]
+
+
+def test_what_a_checkpoint_takes():
+    card = find_card("qwen3_5")
+    assert build_model(card, ModelSetup(BASE, None, 128)).input_modalities() == ("text",)
+    assert build_model(card, ModelSetup(_with_vision(), None, 128)).input_modalities() == ("text", "image", "video")
+    assert card_for_config(PUBLISHED) is card
 
 
 def test_a_plan_counts_the_token_that_prefill_samples():
