@@ -174,9 +174,9 @@ class StateHoldings:
             return []
         return [
             snapshot._replace(place=place)
-            for place, (handle, end) in enumerate(zip(handles.tolist(), ends.tolist(), strict=True))
-            for snapshot in self._pending.get(handle, ())
-            if snapshot.num_tokens == end
+            for place in (ends % self._page_size == 0).nonzero()[0].tolist()
+            for snapshot in self._pending.get(int(handles[place]), ())
+            if snapshot.num_tokens == ends[place]
         ]
 
     def publish(self, snapshot: Snapshot, *, keep: bool, page_is_indexed: Callable[[bytes], bool]) -> None:
