@@ -380,7 +380,8 @@ def composite(tmp_path_factory: pytest.TempPathFactory) -> Composite:
 @pytest.mark.parametrize("placement", ["one_worker", "ends_apart", "three_workers"])
 @pytest.mark.parametrize("host_pages", [0, 6, 60])
 def test_requests_over_several_workers_on_tiny_pools(composite: Composite, placement: str, host_pages: int):
-    """Its language model cannot compute a cache again: who has no room on the host was promised all of the device."""
+    """Its language model cannot compute a cache again: who counts on no room on the host, as none does that spans
+    workers, was promised all of the device."""
     [spec] = [
         spec
         for node in composite.model.get_node_resources()
@@ -403,5 +404,5 @@ def test_requests_over_several_workers_on_tiny_pools(composite: Composite, place
     evicted = sum(
         instance.gauges(rank)['mstar_evictions_total{kind="offload"}'] for rank in range(len(instance.workers))
     )
-    assert (evicted > 0) == (host_pages > 0)
+    assert (evicted > 0) == (host_pages > 0 and placement == "one_worker")
     instance.close()
