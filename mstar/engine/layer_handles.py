@@ -74,9 +74,10 @@ class PendingMedia(NamedTuple):
 class EncoderCacheHandle(Protocol):
     """Features of media, by digest (`EncoderCacheSpec`)."""
 
-    def num_pending(self, handles: np.ndarray) -> np.ndarray:
-        """Host side, loop thread: int64 [rows]: media tokens that each row has to encode, in all of its steps together.
-        Fixed from the row's first step on until its last; 0 when all its features are there."""
+    def pending_grids(self, handles: np.ndarray) -> Sequence[Sequence[tuple[int, int, int]]]:
+        """Host side, loop thread: of each row the grids (as in `MediaSpan`) of the media that it has to encode, in all
+        of its steps together. Fixed from the row's first step on until its last; none when all its features are
+        there."""
         ...
 
     def pending(self) -> Sequence[PendingMedia]:

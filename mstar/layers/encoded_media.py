@@ -25,9 +25,9 @@ class EncodedMedia(nn.Module):
     def bind_resources(self, find: FindLayer) -> None:
         self.handle = find(self.key, 0)
 
-    def num_pending(self, handles: np.ndarray) -> np.ndarray:
-        """Host side: int64 [rows]: media tokens that each row encodes, in all of its steps together."""
-        return self.handle.num_pending(handles)
+    def pending_grids(self, handles: np.ndarray) -> Sequence[Sequence[tuple[int, int, int]]]:
+        """Host side: grids of the media that each row encodes, in all of its steps together."""
+        return self.handle.pending_grids(handles)
 
     def pending(self) -> Sequence[PendingMedia]:
         """What the rows of the running step have to encode, in order."""

@@ -93,15 +93,15 @@ class EncoderCache(Resource[EncodeStep]):
             self._release(row)
             self._evict()
 
-    def num_pending(self, handles: np.ndarray) -> np.ndarray:
+    def pending_grids(self, handles: np.ndarray) -> Sequence[Sequence[tuple[int, int, int]]]:
         """Of `EncoderCacheHandle`."""
-        counts = np.zeros(handles.size, np.int64)
-        for index, handle in enumerate(handles.tolist()):
+        grids: list[list[tuple[int, int, int]]] = []
+        for handle in handles.tolist():
             row = self._row(handle)
             if not row.steps:
                 self._decide(row)
-            counts[index] = sum(span.length for _, span, _ in row.pending)
-        return counts
+            grids.append([span.grid for _, span, _ in row.pending])
+        return grids
 
     def plan(self, step: EncodeStep, ctx: StepContext) -> EncodeFacts:
         facts: list[_RowFacts] = []

@@ -1,17 +1,111 @@
-"""How the encoding of a request's media is divided into steps, so that none is longer than a chunk of a prompt may be.
+"""How the media of one request go through the tower in steps, none much longer than a chunk of a prompt may be.
 
-Pure arithmetic, known to the declarations (which bound the loop) and to the node (which runs it). No torch.
+Several blocks make a step where media are small; where even one block is too much, it is divided: first parts of its
+patches become queries, keys and values, then parts of the queries attend and go through the rest of the block. Pure
+arithmetic, known to the declarations (which bound the loop) and to the node (which runs it). No torch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
 
-def num_encode_steps(num_patches: int, depth: int, budget: int) -> int:
-    """Steps of at most `budget` patches times blocks each; a block is never divided."""
-    blocks = depth if num_patches == 0 else max(1, min(depth, budget // num_patches))
-    return -(-depth // blocks)
+from mstar.model.qwen3_5.config import VisionConfig
+
+Grid = tuple[int, int, int]
+"""Times, rows and columns of a medium."""
+
+_PROJECTING = 0.25
+"""What part of a block's products with weights are queries, keys and values."""
 
 
-def blocks_of_step(step: int, num_steps: int, depth: int) -> range:
-    """The blocks that step `step` of `num_steps` runs; none past the last step."""
-    return range(depth * min(step, num_steps) // num_steps, depth * min(step + 1, num_steps) // num_steps)
+class Blocks(NamedTuple):
+    """Whole blocks over all patches."""
+
+    blocks: range
+
+
+class Part(NamedTuple):
+    """Of one block: patches `begin:end` are made queries, keys and values, or attend and go through the rest."""
+
+    block: int
+    kind: Literal["project", "attend"]
+    begin: int
+    end: int
+
+
+class Merge(NamedTuple):
+    """The patches, which all blocks have seen, become features."""
+
+
+Work = Blocks | Part | Merge
+
+
+class EncodePlan:
+    """Of media with these `grids` (in tokens), which may be none. `budget`: patches times blocks of a step; a patch
+    costs more in a large image, as it attends to all of it."""
+
+    def __init__(self, grids: Sequence[Grid], tower: VisionConfig, budget: int) -> None:
+        merged = tower.spatial_merge_size**2
+        lengths = [height * width * merged for times, height, width in grids for _ in range(times)]
+        self.depth = tower.depth
+        self.num_patches = sum(lengths)
+        # Of a patch's products, attention to n patches is n / (6 hidden) of those with weights.
+        rates = [1 + length / (6 * tower.hidden_size) for length in lengths]
+        self._block_cost = sum(length * rate for length, rate in zip(lengths, rates, strict=True))
+        self._per_step = self.depth
+        self._parts: list[Part] = []
+        if self._block_cost > budget:
+            self._parts = self._divide(lengths, rates, budget)
+        elif lengths:
+            self._per_step = max(1, min(self.depth, int(budget // self._block_cost)))
+
+    @property
+    def divided(self) -> bool:
+        return bool(self._parts)
+
+    @property
+    def num_steps(self) -> int:
+        return self.depth * len(self._parts) + 1 if self._parts else -(-self.depth // self._per_step)
+
+    def work(self, step: int) -> Work:
+        """Of `step` < `num_steps`. The last step of media whose blocks are whole merges as well."""
+        if self._parts:
+            block, index = divmod(step, len(self._parts))
+            return Merge() if block == self.depth else self._parts[index]._replace(block=block)
+        steps = self.num_steps
+        return Blocks(range(self.depth * step // steps, self.depth * (step + 1) // steps))
+
+    def cost(self, step: int) -> int:
+        """About what it computes, in the budget's units."""
+        match self.work(step):
+            case Blocks(blocks):
+                return int(self._block_cost * len(blocks))
+            case Part(kind="project", begin=begin, end=end):
+                return int(_PROJECTING * (end - begin))
+            case Part(kind="attend", begin=begin, end=end):
+                return int(self._block_cost * (end - begin) / self.num_patches)
+            case _:
+                return int(_PROJECTING * self.num_patches)
+
+    def _divide(self, lengths: Sequence[int], rates: Sequence[float], budget: int) -> list[Part]:
+        patches = self.num_patches
+        count = -(-int(_PROJECTING * patches) // budget)
+        borders = [patches * index // count for index in range(count + 1)]
+        parts = [Part(0, "project", begin, end) for begin, end in pairwise(borders)]
+        # Borders where so much of the cost is behind: patches of one segment cost the same.
+        rest = [rate - _PROJECTING for rate in rates]
+        costs = list(accumulate((n * rate for n, rate in zip(lengths, rest, strict=True)), initial=0.0))
+        firsts = list(accumulate(lengths, initial=0))
+        count = int(-(-costs[-1] // budget))
+        borders = [0]
+        for index in range(1, count):
+            at = costs[-1] * index / count
+            segment = bisect_right(costs, at) - 1
+            borders.append(firsts[segment] + int((at - costs[segment]) / rest[segment]))
+        borders.append(patches)
+        return parts + [
+            Part(0, "attend", begin, end) for begin, end in pairwise(borders) if begin < end
+        ]

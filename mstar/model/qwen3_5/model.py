@@ -39,7 +39,7 @@ from mstar.model.base import (
     WalkPlan,
 )
 from mstar.model.qwen3_5.config import Qwen35Config
-from mstar.model.qwen3_5.encode_steps import num_encode_steps
+from mstar.model.qwen3_5.encode_steps import EncodePlan
 from mstar.model.qwen3_5.media_prompt import MediaPrompts, media_of
 from mstar.model.qwen3_5.media_rules import MediaRules
 from mstar.model.text_prompt import TextPrompts
@@ -154,8 +154,8 @@ class Qwen35Model(Model):
         limits = {DECODE_STEPS: max_tokens - 1}
         if self.config.vision is None or not prompt.media:
             return WalkPlan((PartitionPlan(PARTITION, ("prefill", "decode")),), limits)
-        num_patches = prompt.inputs["pixels"].shape[0]
-        limits[VISION_STEPS] = num_encode_steps(num_patches, self.config.vision.depth, self.setup.max_step_patches)
+        grids = [span.grid for span in prompt.media]
+        limits[VISION_STEPS] = EncodePlan(grids, self.config.vision, self.setup.max_step_patches).num_steps
         return WalkPlan((PartitionPlan(PARTITION, (ENCODE, "prefill", "decode")),), limits)
 
     def stop_token_ids(self) -> Sequence[int]:

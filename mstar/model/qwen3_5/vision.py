@@ -1,5 +1,5 @@
 """The vision tower of Qwen3.5 on packed patches of several media: blocks from one to another, so that the encoding of
-a large image can be spread over steps. Tensor in, tensor out; grids are host integers.
+a large image can be spread over steps. Tensor in, tensor out; grids are host integers, here in patches.
 
 Module names follow the checkpoint's. Formulas: Dosovitskiy et al. 2021 (ViT), Wang et al. 2024 (Qwen2-VL: 2D rotary
 positions and merging), with a learned position grid that is interpolated to the size of the image.
@@ -18,12 +18,10 @@ from torch.nn import functional as F
 
 from mstar.layers.linear import Linear
 from mstar.model.qwen3_5.config import VisionConfig
+from mstar.model.qwen3_5.encode_steps import Grid, Part
 
 _EPS = 1e-6
 _CACHED_GRIDS = 64
-
-Grid = tuple[int, int, int]
-"""Times, rows and columns of a medium, in patches."""
 
 
 class Segments(NamedTuple):
@@ -54,21 +52,34 @@ class VisionAttention(nn.Module):
         self.qkv = Linear(c.hidden_size, 3 * c.hidden_size, bias=True, dtype=dtype, device=device)
         self.proj = Linear(c.hidden_size, c.hidden_size, bias=True, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        patches, width = x.shape
-        q, k, v = self.qkv(x).view(patches, 3, self.num_heads, -1).unbind(1)  # [patches, heads, head_dim]
-        q, k = _rotated(q, segments), _rotated(k, segments)
-        out = torch.empty(patches, self.num_heads, width // self.num_heads, dtype=x.dtype, device=x.device)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each `[patches, heads, head_dim]`; the first two rotated."""
+        q, k, v = self.qkv(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
+        return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+        """`[patches, hidden]`, before the output's product, of segments of these lengths."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         begin = 0
-        for length, run in groupby(segments.lengths):  # segments of one length share a product
+        for length, run in groupby(lengths):  # segments of one length share a product
             count = len(list(run))
             end = begin + count * length
             shape = (count, length, self.num_heads, -1)
-            own_q, own_k, own_v = (t[begin:end].view(shape).transpose(1, 2) for t in (q, k, v))
-            attended = F.scaled_dot_product_attention(own_q, own_k, own_v)  # [segments, heads, patches, head_dim]
-            out[begin:end] = attended.transpose(1, 2).flatten(0, 1)
+            out[begin:end] = _attended(*(t[begin:end].view(shape) for t in (q, k, v))).flatten(0, 1)
             begin = end
-        return self.proj(out.view(patches, width))
+        return out.flatten(1)
+
+    def attend_part(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], begin: int) -> Tensor:
+        """As `attend`, of the queries `q` alone, which are those of the patches from `begin` on."""
+        pieces: list[Tensor] = []
+        end, first = begin + q.shape[0], 0
+        for length in lengths:
+            last = first + length
+            own = slice(max(begin, first) - begin, min(end, last) - begin)
+            if own.start < own.stop:
+                pieces.append(_attended(q[None, own], k[None, first:last], v[None, first:last])[0])
+            first = last
+        return torch.cat(pieces).flatten(1)
 
 
 class VisionMLP(nn.Module):
@@ -91,7 +102,12 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(c, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        x = x + self.attn(self.norm1(x), segments)
+        q, k, v = self.attn.project(self.norm1(x), segments.cos, segments.sin)
+        return self.finish(x, self.attn.attend(q, k, v, segments.lengths))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention, patch by patch."""
+        x = x + self.attn.proj(attended)
         return x + self.mlp(self.norm2(x))
 
 
@@ -135,7 +151,7 @@ class VisionTower(nn.Module):
         self.config = c
         self.dtype = dtype
         self.patch_embed = PatchEmbedding(c, dtype=dtype, device=device)
-        self.pos_embed = nn.Embedding(c.grid_side**2, c.hidden_size, dtype=dtype, device=device)
+        self.pos_embed = nn.Embedding(c.grid_side**2, c.hidden_size, dtype=dtype, device=device).requires_grad_(False)
         blocks = (VisionBlock(c, dtype=dtype, device=device) for _ in range(c.depth))
         self.blocks = cast("Sequence[VisionBlock]", nn.ModuleList(blocks))
         self.merger = PatchMerger(c, dtype=dtype, device=device)
@@ -164,6 +180,29 @@ class VisionTower(nn.Module):
         for index in blocks:
             x = self.blocks[index](x, segments)
         return x
+
+    def run_part(self, state: Tensor, segments: Segments, part: Part) -> Tensor:
+        """A part of one block. `state`: `[patches, hidden]` before the block's first part and after its last; between
+        them `[5, patches, hidden]`: the same, then queries, keys, values and results as far as they are there."""
+        block = self.blocks[part.block]
+        rows = slice(part.begin, part.end)
+        if state.ndim == 2:
+            whole = state.new_empty(5, *state.shape)
+            whole[0] = state
+        else:
+            whole = state.clone()  # a stored signal is never written
+        x, q, k, v, done = (whole[place] for place in range(5))
+        if part.kind == "project":
+            made = block.attn.project(block.norm1(x[rows]), segments.cos[rows], segments.sin[rows])
+            for place, values in zip((q, k, v), made, strict=True):
+                place[rows] = values.flatten(1)
+            return whole
+        heads = (self.config.num_heads, -1)
+        attended = block.attn.attend_part(
+            q[rows].unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, heads), segments.lengths, part.begin
+        )
+        done[rows] = block.finish(x[rows], attended)
+        return done if part.end == done.shape[0] else whole
 
     def merge(self, x: Tensor) -> Tensor:
         """Features `[patches / spatial_merge_size², out_hidden]` of patches that all blocks have seen."""
@@ -200,8 +239,13 @@ def patch_places(times: int, height: int, width: int, merge: int) -> Tensor:
     return places.transpose(1, 2).reshape(-1, 2).repeat(times, 1).float()
 
 
-def _rotated(x: Tensor, segments: Segments) -> Tensor:
-    """`x [patches, heads, head_dim]` with both halves of each head rotated against each other, in fp32."""
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`q [segments, queries, heads, head_dim]` to all of `k` and `v [segments, keys, heads, head_dim]`."""
+    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [patches, heads, head_dim]` with both halves of each head rotated against each other, in fp32; `cos`, `sin`
+    fp32 `[patches, 1, head_dim / 2]`."""
     first, second = x.float().chunk(2, -1)
-    cos, sin = segments.cos, segments.sin
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -19,20 +19,20 @@ from mstar.model.loader.load_rules import LoadRules, RenameRule
 from mstar.model.loader.module_loading import load_weights
 from mstar.model.loader.weights import iter_weights
 from mstar.model.qwen3_5.config import Qwen35Config
-from mstar.model.qwen3_5.encode_steps import blocks_of_step, num_encode_steps
+from mstar.model.qwen3_5.encode_steps import Blocks, EncodePlan, Grid, Part, Work
 from mstar.model.qwen3_5.media_rules import MediaRules
-from mstar.model.qwen3_5.vision import Grid, VisionTower
+from mstar.model.qwen3_5.vision import VisionTower
 from mstar.model.submodule_context import SubmoduleContext
 
 WEIGHTS_PREFIX = "model.visual."
 
 
 class VisionSubmodule(NodeSubmodule):
-    """`pixels` uint8 [patches, values] of all media of a request, and from its second step on `hidden`, what the blocks
+    """`pixels` uint8 [patches, values] of all media of a request, and from its second step on `hidden`, what the tower
     so far made of those that are to be encoded → `hidden` and, with a row's last step, `features`.
 
-    `budget`: patches times blocks that a step computes; of rows that do not fit beside others the step is put off.
-    `loop` is ended for rows that need fewer steps than their plan allows, because some of their media are cached.
+    `budget`: what a step computes, see `EncodePlan`; of rows that do not fit beside others the step is put off. `loop`
+    is ended for rows that need fewer steps than their walk allows, because some of their media are cached.
     """
 
     def __init__(self, tower: VisionTower, *, cache_key: str, loop: str, budget: int) -> None:
@@ -47,13 +47,13 @@ class VisionSubmodule(NodeSubmodule):
         """First come, first served; the first row always has its step."""
         spans = np.zeros(rows.handles.size, np.int32)
         left = self._budget
-        for index, (patches, steps) in enumerate(self._work(rows)):
+        for index, plan in enumerate(self._plans(rows)):
             step = int(rows.iterations[index])
-            cost = patches * len(blocks_of_step(step, steps, self.tower.config.depth))
-            if step >= steps or (cost > left and left < self._budget):
+            cost = max(plan.cost(step), 1) if step < plan.num_steps else 0
+            if not cost or (cost > left and left < self._budget):
                 spans[index] = -1
             else:
-                left -= max(cost, 1)
+                left -= cost
         return NodeBatch(spans)
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
@@ -61,23 +61,22 @@ class VisionSubmodule(NodeSubmodule):
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         rows = self._media_rows(inputs)
-        boundaries = sorted({border for row in rows for border in (row.blocks.start, row.blocks.stop)})
-        for first, end in pairwise(boundaries):
-            self._run(rows, range(first, end))
-        ended = [row for row in rows if row.blocks.stop == self.tower.config.depth]
-        if ended:
-            features = self.tower.merge(torch.cat([row.hidden for row in ended]))
-            sizes = [row.hidden.shape[0] // self._per_token for row in ended]
-            for row, own in zip(ended, features.split(sizes), strict=True):
-                row.features = list(own.split([medium.length for medium in row.media]))
+        whole = [row for row in rows if isinstance(row.work, Blocks)]
+        borders = sorted({border for row in whole for border in (row.blocks.start, row.blocks.stop)})
+        for first, end in pairwise(borders):
+            self._run_blocks([row for row in whole if first in row.blocks], range(first, end))
+        for row in rows:
+            if isinstance(row.work, Part):
+                row.hidden = self.tower.run_part(row.hidden, self.tower.segments(row.grids), row.work)
+        self._merge([row for row in rows if row.ends])
         made = [feature for row in rows for feature in row.features]
-        by_row = {row.index: row.hidden for row in rows if row not in ended}
+        by_row = {row.index: row.hidden for row in rows if not row.ends}
         nothing = torch.empty(0, self.tower.config.hidden_size, dtype=self.tower.dtype, device=self._device)
         hidden = [by_row.get(index, nothing) for index in range(inputs.num_rows)]
         return {"hidden": hidden, "features": self.encoded(made)}
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
-        last = np.array([steps for _, steps in self._work(rows)], np.int64) - 1
+        last = np.array([plan.num_steps for plan in self._plans(rows)], np.int64) - 1
         ended = np.flatnonzero(rows.iterations >= last)
         return [StopDecision(ended, self._loop, finish=False)] if ended.size else []
 
@@ -85,11 +84,9 @@ class VisionSubmodule(NodeSubmodule):
     def _device(self) -> torch.device:
         return self.tower.pos_embed.weight.device
 
-    def _work(self, rows: RowColumns) -> Iterator[tuple[int, int]]:
-        """Of each row: patches to encode, and in how many steps."""
-        for tokens in self.encoded.num_pending(rows.handles).tolist():
-            patches = tokens * self._per_token
-            yield patches, num_encode_steps(patches, self.tower.config.depth, self._budget)
+    def _plans(self, rows: RowColumns) -> Iterator[EncodePlan]:
+        for grids in self.encoded.pending_grids(rows.handles):
+            yield EncodePlan(grids, self.tower.config, self._budget)
 
     def _media_rows(self, inputs: EngineInputs) -> list[_MediaRow]:
         """Rows with something to encode, at their beginning of the step."""
@@ -101,47 +98,60 @@ class VisionSubmodule(NodeSubmodule):
         pixels, hidden = _by_row(inputs, "pixels"), _by_row(inputs, "hidden")
         rows: list[_MediaRow] = []
         for index, media in pending.items():
-            grids = [self._grid(medium) for medium in media]
-            patches = sum(medium.length for medium in media) * self._per_token
-            steps = num_encode_steps(patches, self.tower.config.depth, self._budget)
-            blocks = blocks_of_step(media[0].step, steps, self.tower.config.depth)
+            grids = [self._in_patches(medium.grid) for medium in media]
+            plan = EncodePlan([medium.grid for medium in media], self.tower.config, self._budget)
             if media[0].step:
                 x = hidden[index]
             else:
                 x = self.tower.embed(torch.cat([self._pixels(pixels[index], medium) for medium in media]), grids)
-            rows.append(_MediaRow(index, media, grids, blocks, x))
+            ends = media[0].step == plan.num_steps - 1
+            rows.append(_MediaRow(index, media, grids, plan.work(media[0].step), ends, x))
         return rows
 
-    def _run(self, rows: Sequence[_MediaRow], blocks: range) -> None:
-        active = [row for row in rows if row.blocks.start <= blocks.start and blocks.stop <= row.blocks.stop]
-        if not active:
-            return
-        segments = self.tower.segments([grid for row in active for grid in row.grids])
-        x = self.tower.run_blocks(torch.cat([row.hidden for row in active]), segments, blocks)
-        for row, own in zip(active, x.split([row.hidden.shape[0] for row in active]), strict=True):
+    def _run_blocks(self, rows: Sequence[_MediaRow], blocks: range) -> None:
+        """Blocks that all these rows go through in this step."""
+        segments = self.tower.segments([grid for row in rows for grid in row.grids])
+        x = self.tower.run_blocks(torch.cat([row.hidden for row in rows]), segments, blocks)
+        for row, own in zip(rows, x.split([row.hidden.shape[0] for row in rows]), strict=True):
             row.hidden = own
 
-    def _grid(self, medium: PendingMedia) -> Grid:
+    def _merge(self, rows: Sequence[_MediaRow]) -> None:
+        if not rows:
+            return
+        features = self.tower.merge(torch.cat([row.hidden for row in rows]))
+        sizes = [row.hidden.shape[0] // self._per_token for row in rows]
+        for row, own in zip(rows, features.split(sizes), strict=True):
+            row.features = list(own.split([medium.length for medium in row.media]))
+
+    def _in_patches(self, grid: Grid) -> Grid:
         merge = self.tower.config.spatial_merge_size
-        times, height, width = medium.grid
-        return times, height * merge, width * merge
+        return grid[0], grid[1] * merge, grid[2] * merge
 
     def _pixels(self, pixels: Tensor, medium: PendingMedia) -> Tensor:
         return pixels[medium.first * self._per_token : (medium.first + medium.length) * self._per_token]
 
 
 class _MediaRow:
-    """A row of the step while it is computed: `hidden` [patches, width] of its `media`, one after the other."""
+    """A row of the step while it is computed: `hidden` [patches, ...] of its `media`, one after the other; `grids` in
+    patches. `ends`: with this step."""
 
-    __slots__ = ("blocks", "features", "grids", "hidden", "index", "media")
+    __slots__ = ("ends", "features", "grids", "hidden", "index", "media", "work")
 
-    def __init__(self, index: int, media: list[PendingMedia], grids: list[Grid], blocks: range, hidden: Tensor) -> None:
+    def __init__(
+        self, index: int, media: list[PendingMedia], grids: list[Grid], work: Work, ends: bool, hidden: Tensor
+    ) -> None:
         self.index = index
         self.media = media
         self.grids = grids
-        self.blocks = blocks
+        self.work = work
+        self.ends = ends
         self.hidden = hidden
         self.features: list[Tensor | None] = [None] * len(media)
+
+    @property
+    def blocks(self) -> range:
+        """Those that it goes through as a whole."""
+        return self.work.blocks if isinstance(self.work, Blocks) else range(0)
 
 
 def build_vision(

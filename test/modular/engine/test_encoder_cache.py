@@ -78,7 +78,7 @@ class Rig:
         return encoded
 
     def pending(self, *handles: int) -> list[int]:
-        return self.cache.num_pending(np.array(handles, np.int64)).tolist()
+        return [sum(grid[2] for grid in grids) for grids in self.cache.pending_grids(np.array(handles, np.int64))]
 
 
 def test_equal_media_are_encoded_once_in_a_request_and_over_requests() -> None:

@@ -107,7 +107,7 @@ CASES = {
     "apart": ("tower apart", Tuning(), 2048),
     "threaded, captured": ("together", Tuning(threaded=True, capture_sizes=(1, 3, 8)), 2048),
     "late, small steps": ("tower apart", Tuning(late=True, max_step_tokens=64), 100),
-    "a block at a time": ("together", Tuning(threaded=True, max_step_tokens=64), 1),
+    "a part of a block at a time": ("together", Tuning(threaded=True, max_step_tokens=64), 30),
 }
 
 

@@ -162,7 +162,7 @@ class Rig:
         steps: list[set[int]] = []
         while going := [handle for handle in handles if handle not in self.features]:
             steps.append(self.step(going))
-            assert steps[-1] and len(steps) < 100
+            assert steps[-1] and len(steps) < 400
         return steps
 
 
@@ -184,7 +184,7 @@ def test_frame_groups_of_a_video_see_only_themselves(reference, tower) -> None:
     close(rig.features[0], theirs)
 
 
-@pytest.mark.parametrize("budget", [1, 250, 500, 100_000])
+@pytest.mark.parametrize("budget", [20, 250, 500, 100_000])
 def test_media_of_several_requests_in_one_forward(reference, tower, budget: int) -> None:
     """All of them at once, whatever a step may cost: at different places of the tower, and with different numbers."""
     rig = Rig(tower, budget)
@@ -197,30 +197,38 @@ def test_media_of_several_requests_in_one_forward(reference, tower, budget: int)
         rig.step([0])  # one is ahead of the others
     steps = rig.run(list(wanted))
     shared = [len(step) for step in steps]
-    assert shared == [4] if budget == 100_000 else budget > 1 or max(shared) == 1
+    assert shared == [4] if budget == 100_000 else len(shared) > 3
     for handle, theirs in wanted.items():
         close(rig.features[handle], theirs)
 
 
-def test_no_step_costs_much_more_than_the_budget(tower, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows wait for each other where they do not fit together; one that is too large even for a step of one block has
-    its blocks one by one."""
-    costs: list[int] = []
-    run_blocks = VisionTower.run_blocks
+def test_no_step_costs_much_more_than_the_budget(reference, tower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows wait for each other where they do not fit together; of one that is too large for a step of one block, parts
+    of the block are computed."""
+    costs: list[float] = []
+    run_blocks, run_part = VisionTower.run_blocks, VisionTower.run_part
 
-    def counted(self, x, segments, blocks):
+    def counted_blocks(self, x, segments, blocks):
         costs[-1] += x.shape[0] * len(blocks)
         return run_blocks(self, x, segments, blocks)
 
-    monkeypatch.setattr(VisionTower, "run_blocks", counted)
-    rig = Rig(tower, budget=150)
-    for handle, grid in enumerate(GRIDS):
-        rig.open(handle, [(grid, pixels_of(grid, handle))])
+    def counted_part(self, state, segments, part):
+        costs[-1] += (part.end - part.begin) * (0.25 if part.kind == "project" else 0.75)
+        return run_part(self, state, segments, part)
+
+    monkeypatch.setattr(VisionTower, "run_blocks", counted_blocks)
+    monkeypatch.setattr(VisionTower, "run_part", counted_part)
+    rig = Rig(tower, budget=70)
+    media = [(grid, pixels_of(grid, handle)) for handle, grid in enumerate(GRIDS)]
+    for handle, medium in enumerate(media):
+        rig.open(handle, [medium])
     while len(rig.features) < len(GRIDS):
         costs.append(0)
         rig.step([handle for handle in range(len(GRIDS)) if handle not in rig.features])
-    assert max(costs) <= 150
+    assert max(costs) <= 70
     assert sum(costs) == CONFIG.depth * sum(int(np.prod(grid)) for grid in GRIDS)
+    for handle, (grid, pixels) in enumerate(media):
+        close(rig.features[handle], expected(reference, pixels, grid))
 
 
 def test_a_medium_that_comes_again_is_not_encoded_again(reference, tower, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +243,7 @@ def test_a_medium_that_comes_again_is_not_encoded_again(reference, tower, monkey
     monkeypatch.setattr(VisionTower, "embed", counted)
     a, b, c = [(grid, pixels_of(grid, 50 + index)) for index, grid in enumerate([GRIDS[2], GRIDS[3], GRIDS[4]])]
     theirs = {id(m): expected(reference, m[1], m[0]) for m in (a, b, c)}
-    rig = Rig(tower, budget=400)
+    rig = Rig(tower, budget=600)
     for handle, media, patches, steps in ((0, [a, b, a], [140, 32], 3), (1, [a, c], [32], 1), (2, [c, b, a], [], 1)):
         encoded.clear()
         rig.open(handle, media)
