@@ -101,7 +101,6 @@ def test_a_batch_of_everything_at_once(served, name: str):
 
 
 TUNINGS = {
-    "plain": Tuning(overlap=False),
     "plain, captured": Tuning(overlap=False, capture_sizes=(1, 2, 4, 8)),
     "overlap, threaded, captured": Tuning(threaded=True, capture_sizes=(1, 3, 6)),
     "overlap, late, captured": Tuning(late=True, capture_sizes=(1, 3, 6)),
