@@ -169,7 +169,7 @@ class _Timing:
         """False: there is no room."""
         memory = self._engine.memory
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        config = OpenConfig(sampling, np.zeros(num_prompt, np.int32), num_prompt + max_tokens)
+        config = OpenConfig(sampling, np.zeros(num_prompt, np.int32), num_prompt + max_tokens, shares=False)
         memory.introduce(handle, config)
         self._opened.append(handle)
         if not memory.reserve(handle):

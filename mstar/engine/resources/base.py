@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class OpenConfig(NamedTuple):
     """What a resource learns of a request: its sampling, its prompt and the most tokens it may ever hold; and what its
     prompt's bytes in a cache depend on besides its ids. `has_inputs`: it comes with tensors, by signal name.
-    `spans_workers`: other workers have a part in it, so that it may hold room here while it waits for some there."""
+    `spans_workers`: other workers have a part in it, so that it may hold room here while it waits for some there.
+    `shares`: others may use what it computes of its prompt, and it what they have computed."""
 
     sampling: SamplingParams
     prompt_ids: np.ndarray | None
@@ -35,6 +36,7 @@ class OpenConfig(NamedTuple):
     cache_salt: str = ""
     has_inputs: bool = False
     spans_workers: bool = False
+    shares: bool = True
 
 
 class StepContext(NamedTuple):

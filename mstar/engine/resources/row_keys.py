@@ -41,7 +41,7 @@ class RowKeys:
         """Chain the keys of the prompt's full pages, once. A prompt whose pages depend on more than is known here has
         none."""
         unnamed = policy.reads_inputs and config.has_inputs and not config.media
-        if policy.root is None or config.prompt_ids is None or unnamed:
+        if policy.root is None or config.prompt_ids is None or unnamed or not config.shares:
             return
         root = salted(policy.root, config.cache_salt)
         keys = chain_keys(root, config.prompt_ids, self._page_size, config.media)

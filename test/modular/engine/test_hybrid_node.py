@@ -16,6 +16,8 @@ from mstar.engine.resource_sizes import resource_sizes
 from mstar.engine.resources.base import OpenConfig
 from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool, slot_bytes
 from mstar.engine.spec import AttentionSpec, NodeResourceSpec, PagedKVSpec, RecurrentStateSpec, StateBlock
+from mstar.engine.step_timing import FAR_LARGE, LARGE, SMALL, DecodeWalk, measure_step_cost
+from mstar.graph.protocol import ReadyKey
 
 PROMPTS = prompts(6, seed=11)
 SYSTEM = list(range(1, 14))
@@ -201,6 +203,24 @@ def test_chunks_end_where_states_are_kept_and_the_scheduler_knows():
     assert rig.computed[0] == [12, 2]
     assert rig.engine.pending_tokens(NODE, "decode", handles).tolist() == [1]
     rig.close_all()
+
+
+def test_measured_steps_are_not_cut_and_leave_nothing_behind():
+    """Steps of the calibration are as long as they were asked to be, or what they tell is wrong."""
+    rig = HybridRig(max_seq_len=2048, num_pages={"kv": 1200})
+    spans: list[int] = []
+    finish = rig.engine.finish
+
+    def noting(step: Step) -> None:
+        spans.extend(step.spans.tolist())
+        finish(step)
+
+    rig.engine.finish = noting  # type: ignore[method-assign]
+    decode = DecodeWalk(ReadyKey(NODE, "decode"), frozenset({"token"}))
+    assert measure_step_cost(rig.engine, ReadyKey(NODE, "prefill"), decode, budget_s=0.5) is not None
+    assert set(spans) - {1, 4} <= {SMALL, LARGE, FAR_LARGE}
+    assert rig.pool.states.slots.num_snapshots == 0 and rig.kv.arena.num_cached == 0
+    rig.check()
 
 
 def test_room_is_counted_in_slots_too():
