@@ -1,7 +1,7 @@
 """How long steps take on this machine, measured before the first request. Workers only: imports torch.
 
 For `scheduler.max_step_tokens: auto` on a CPU, where the time of a step follows its tokens closely. A node whose
-prompts come with inputs from other nodes cannot be run alone; its steps are bounded by tokens.
+prompts must come with inputs from other nodes cannot be run alone; its steps are bounded by tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ def describe_cost(node: str, cost: StepCost, most: int) -> str:
 
 
 def _measurable(compiled: CompiledGraph, rank: int, parts: WorkerParts) -> list[tuple[ReadyKey, DecodeWalk | None]]:
-    """Chunked walks without graph inputs, one per node, each with a walk that may share its steps and goes on from its
-    own values alone."""
-    programs = [node for (_, at), program in compiled.programs.items() if at == rank for node in program.nodes]
+    """Chunked walks that run without graph inputs, one per node, each with a walk that may share its steps and goes on
+    from its own values alone."""
+    walks = [program for (_, at), program in compiled.programs.items() if at == rank]
+    programs = [node for program in walks for node in program.nodes]
+    optional = {(program.walk, e.position) for program in walks for e in program.externals if e.optional}
     found: dict[str, tuple[ReadyKey, DecodeWalk | None]] = {}
     for chunks in programs:
         key = chunks.key
-        if not parts.engine.policy(key.node, key.walk).chunked or chunks.inputs or chunks.streams:
+        waits = any((key.walk, position) not in optional for each in chunks.inputs for position in each.positions)
+        if not parts.engine.policy(key.node, key.walk).chunked or waits or chunks.streams:
             continue
         decode = next((walk for node in programs if (walk := _decode_walk(node, key, parts)) is not None), None)
         found.setdefault(key.node, (key, decode))
