@@ -45,9 +45,7 @@ def test_a_walk_whose_inputs_may_all_be_absent_can_be_run_alone(inputs: str):
     again = GraphNode("LLM", ("token",), (GraphEdge("LLM", "token"), emit))
     walks: dict[str, Any] = {
         "prefill": GraphNode("LLM", taken, (first, emit), optional_inputs=optional),
-        "decode": Loop(
-            GraphNode("LLM", ("token",), (GraphEdge("LLM", "token"), emit)), LoopLimit("steps"), name="decode"
-        ),
+        "decode": Loop(again, LoopLimit("steps"), name="decode"),
     }
     if taken:
         walks["encode"] = GraphNode("EYE", ("pixels",), (features,))
