@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -15,10 +14,12 @@ import msgspec
 import typer
 import uvloop
 
+from mstar.bench.composition import Composition, MakePrompts, WorkloadName
 from mstar.bench.connection import ConnectionPool
+from mstar.bench.images import parse_sizes
 from mstar.bench.load import Load, LoadKind, perform
-from mstar.bench.preflight import PreflightError, first_model, with_usage, words_of
-from mstar.bench.prompts import MakePrompt, from_file, of_words, read_prompts
+from mstar.bench.preflight import PreflightError, first_model, require_images, with_usage, words_of
+from mstar.bench.prompts import from_file, of_words, read_prompts
 from mstar.bench.report import Report, build_report, report_text
 from mstar.bench.workloads import Api, TextToText
 
@@ -34,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadKind
     concurrency: int
     rate: float
+    workload: Composition
     requests: int
     input_tokens: int
     output_tokens: int
@@ -56,12 +58,10 @@ async def run_plan(plan: Plan) -> Report:
     """
     pool = ConnectionPool(plan.url, plan.api_key)
     try:
-        workload = TextToText(
+        text = TextToText(
             model=plan.model or await first_model(pool),
             api=plan.api,
-            prompts=of_words(8, plan.seed)
-            if plan.prompts is None
-            else from_file(read_prompts(plan.prompts), plan.seed),
+            prompts=of_words(8, plan.seed),
             max_tokens=plan.output_tokens,
             ignore_eos=plan.ignore_eos,
             include_usage=True,
@@ -69,10 +69,10 @@ async def run_plan(plan: Plan) -> Report:
             seed=plan.seed,
             extra=plan.extra,
         )
-        workload = await with_usage(pool, workload, plan.timeout_s)
-        if plan.prompts is None:
-            num_words = await words_of(pool, workload, plan.input_tokens, plan.seed, plan.timeout_s)
-            workload = replace(workload, prompts=of_words(num_words, plan.seed))
+        text = await with_usage(pool, text, plan.timeout_s)
+        if plan.workload.name is not WorkloadName.TEXT:
+            await require_images(pool, text, plan.timeout_s)
+        workload = plan.workload.build(text, await _prompts(plan, pool, text), plan.requests, plan.seed)
         load = Load(plan.load, plan.requests, plan.concurrency, plan.rate, plan.seed)
         if plan.warmup:
             first = Load(LoadKind.CLOSED, plan.warmup, plan.concurrency, plan.rate, plan.seed)
@@ -82,12 +82,18 @@ async def run_plan(plan: Plan) -> Report:
         cpu_s = time.process_time() - cpu_s
     finally:
         pool.close()
-    return build_report(records, url=plan.url, model=workload.model, api=plan.api, load=load, cpu_s=cpu_s)
+    return build_report(
+        records, url=plan.url, model=text.model, api=plan.api, load=load, workload=plan.workload, cpu_s=cpu_s
+    )
 
 
-def _prompts(plan: Plan) -> MakePrompt:
-    """Those of the file, or a few words until their number is known."""
-    return of_words(8, plan.seed) if plan.prompts is None else from_file(read_prompts(plan.prompts), plan.seed)
+async def _prompts(plan: Plan, pool: ConnectionPool, text: TextToText) -> MakePrompts:
+    """Those of the file, or made ones, different for each kind."""
+    if plan.prompts is not None:
+        given = from_file(read_prompts(plan.prompts), plan.seed)
+        return lambda _: given
+    num_words = await words_of(pool, text, plan.input_tokens, plan.seed, plan.timeout_s)
+    return lambda kind: of_words(num_words, plan.seed, kind)
 
 
 @app.command()
@@ -95,6 +101,17 @@ def bench(
     url: Annotated[str, typer.Option(help="Root of an OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to ask for; the first that the server lists.")] = None,
     api: Annotated[Api, typer.Option(help="Which endpoint.")] = Api.CHAT,
+    workload: Annotated[
+        WorkloadName, typer.Option(help="What the requests ask: text, images and text, or some of each at once.")
+    ] = WorkloadName.TEXT,
+    image_share: Annotated[float, typer.Option(help="Of a mix: share of the requests that have images.")] = 0.5,
+    image_sizes: Annotated[
+        str, typer.Option(metavar="WxH,...", help="Of made images, in pixels; each is of one of these sizes.")
+    ] = "448x448",
+    images: Annotated[int, typer.Option(min=1, help="Of each request with images.")] = 1,
+    image_repeats: Annotated[
+        float, typer.Option(help="Share of the requests with images that have those of an earlier request.")
+    ] = 0.0,
     load: Annotated[
         LoadKind,
         typer.Option(help="closed: N at all times; wave: N at once, then the next N; poisson: random arrivals."),
@@ -102,7 +119,9 @@ def bench(
     concurrency: Annotated[int, typer.Option(min=1, help="Of closed loops and waves.")] = 8,
     rate: Annotated[float, typer.Option(help="Requests per second of Poisson arrivals.")] = 1.0,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
-    input_tokens: Annotated[int, typer.Option(min=1, help="Of a made prompt, its template included.")] = 128,
+    input_tokens: Annotated[
+        int, typer.Option(min=1, help="Of a made prompt, its template included, images not counted.")
+    ] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="Asked of each request.")] = 128,
     prompts: Annotated[
         Path | None, typer.Option(help='JSON lines, {"prompt": "..."} or {"messages": [...]}, instead of made prompts.')
@@ -131,6 +150,7 @@ def bench(
             load=load,
             concurrency=concurrency,
             rate=rate,
+            workload=Composition(workload, image_share, parse_sizes(image_sizes), images, image_repeats),
             requests=requests,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
@@ -145,6 +165,7 @@ def bench(
         )
         if plan.rate <= 0:
             raise ValueError(f"--rate {plan.rate:g}: requests per second are more than 0")
+        plan.workload.check(plan.api)
         report = uvloop.run(run_plan(plan))
     except (PreflightError, OSError, ValueError) as error:
         typer.echo(str(error), err=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mstar.bench.arrivals import closed_loop, poisson, waves
 from mstar.bench.connection import ConnectionClosed, ConnectionPool
 from mstar.bench.records import RequestRecord
-from mstar.bench.workloads import Workload
+from mstar.bench.workloads import AnswerReader, Workload, WorkloadRequest
 
 
 class LoadKind(enum.StrEnum):
@@ -39,9 +39,10 @@ async def perform(
     records: list[RequestRecord] = []
 
     async def run_one(index: int, scheduled_s: float) -> None:
-        record = RequestRecord(workload.kind, scheduled_s)
+        request = workload.request(first_index + index)
+        record = RequestRecord(request.kind, scheduled_s, variant=request.variant)
         records.append(record)
-        await perform_one(pool, workload, first_index + index, record, timeout_s)
+        await perform_one(pool, request, workload.reader(record), record, timeout_s)
 
     match load.kind:
         case LoadKind.CLOSED:
@@ -54,15 +55,13 @@ async def perform(
 
 
 async def perform_one(
-    pool: ConnectionPool, workload: Workload, index: int, record: RequestRecord, timeout_s: float
+    pool: ConnectionPool, request: WorkloadRequest, reader: AnswerReader, record: RequestRecord, timeout_s: float
 ) -> None:
-    """One request, into `record`."""
-    body = workload.body(index)
-    reader = workload.reader(record)
+    """One request; `reader` fills `record` with its answer."""
     record.sent_s = time.perf_counter()
     try:
         async with asyncio.timeout(timeout_s):
-            response = await pool.post(workload.path, body, reader)
+            response = await pool.post(request.path, request.body, reader)
         reader.close(response)
     except TimeoutError:
         record.error = f"no complete answer within {timeout_s:g} s"

@@ -25,9 +25,14 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -71,6 +76,8 @@ class StreamReader:
         if event.usage is not None:
             record.prompt_tokens = event.usage.prompt_tokens
             record.output_tokens = event.usage.completion_tokens
+            if event.usage.prompt_tokens_details is not None:
+                record.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
 
     def close(self, response: Response) -> None:
         """The response is complete: say what it lacked."""

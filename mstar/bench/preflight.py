@@ -1,4 +1,5 @@
-"""Before a load: which model the server has, whether it counts tokens, and how many words make a prompt."""
+"""Before a load: which model the server has, whether it counts tokens and takes images, and how many words make a
+prompt."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from dataclasses import replace
 import msgspec
 
 from mstar.bench.connection import OK, ConnectionClosed, ConnectionPool
+from mstar.bench.images import ImageChoice, ImageSize
 from mstar.bench.load import perform_one
 from mstar.bench.openai_events import body_text
 from mstar.bench.prompts import of_words, words_for
 from mstar.bench.records import RequestRecord
-from mstar.bench.workloads import TextToText
+from mstar.bench.workloads import ImageToText, TextToText, Workload
 
 FEW_WORDS = 8
 
@@ -49,10 +51,10 @@ async def with_usage(pool: ConnectionPool, workload: TextToText, timeout_s: floa
     Raises:
         PreflightError: one request does not succeed either way.
     """
-    record = await _probe(pool, workload, timeout_s)
+    record = await _probe(pool, replace(workload, max_tokens=1), timeout_s)
     if record.error is not None and record.error.startswith("HTTP 4"):
         plain = replace(workload, include_usage=False)
-        if (await _probe(pool, plain, timeout_s)).error is None:
+        if (await _probe(pool, replace(plain, max_tokens=1), timeout_s)).error is None:
             return plain
     if record.error is not None:
         raise PreflightError(f"a first request failed: {record.error}")
@@ -67,7 +69,7 @@ async def words_of(pool: ConnectionPool, workload: TextToText, num_tokens: int, 
     """
     probes: list[tuple[int, int]] = []
     for num_words in (FEW_WORDS, max(num_tokens, 2 * FEW_WORDS)):
-        record = await _probe(pool, replace(workload, prompts=of_words(num_words, seed)), timeout_s)
+        record = await _probe(pool, replace(workload, max_tokens=1, prompts=of_words(num_words, seed)), timeout_s)
         if record.error is not None:
             raise PreflightError(f"a probe of {num_words} words failed: {record.error}")
         if record.prompt_tokens is None:
@@ -81,7 +83,17 @@ async def words_of(pool: ConnectionPool, workload: TextToText, num_tokens: int, 
     return words_for(num_tokens, probes)
 
 
-async def _probe(pool: ConnectionPool, workload: TextToText, timeout_s: float) -> RequestRecord:
-    record = RequestRecord(workload.kind, time.perf_counter())
-    await perform_one(pool, replace(workload, max_tokens=1), -1, record, timeout_s)
+async def require_images(pool: ConnectionPool, workload: TextToText, timeout_s: float) -> None:
+    """Raises `PreflightError` if a request with an image does not succeed."""
+    image = ImageChoice((ImageSize(64, 64),), num_images=1, repeats=0.0, seed=workload.seed, num_requests=0)
+    record = await _probe(pool, ImageToText(replace(workload, max_tokens=1), image), timeout_s)
+    if record.error is not None:
+        raise PreflightError(f"a first request with an image failed: {record.error}")
+
+
+async def _probe(pool: ConnectionPool, workload: Workload, timeout_s: float) -> RequestRecord:
+    """Its request -1."""
+    request = workload.request(-1)
+    record = RequestRecord(request.kind, time.perf_counter())
+    await perform_one(pool, request, workload.reader(record), record, timeout_s)
     return record

@@ -1,6 +1,6 @@
 """Prompts of a text workload: from a JSONL file, or made of random words in a wanted length.
 
-A made prompt is a function of (seed, index) alone, and no two share a beginning, so that no server's prefix cache
+A made prompt is a function of (seed, kind, index) alone, and no two share a beginning, so that no server's prefix cache
 helps. Its words are each one token in the usual byte-pair vocabularies.
 """
 
@@ -77,11 +77,11 @@ def from_file(prompts: Sequence[Prompt], seed: int) -> MakePrompt:
     return lambda index: order[index % len(order)]
 
 
-def of_words(num_words: int, seed: int) -> MakePrompt:
-    """Prompts of `num_words` words each."""
+def of_words(num_words: int, seed: int, kind: str = "") -> MakePrompt:
+    """Prompts of `num_words` words each; other ones for another `kind`."""
 
     def make(index: int) -> Prompt:
-        return Prompt(prompt=" ".join(random.Random(f"{seed}/{index}").choices(WORDS, k=num_words)))
+        return Prompt(prompt=" ".join(random.Random(f"{seed}/{kind}/{index}").choices(WORDS, k=num_words)))
 
     return make
 

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 class RequestRecord:
     """`scheduled_s`: when the load said that the request should start; latencies count from there, so that a client or
     a server that falls behind does not hide it. `chunk_s`: arrival of every chunk that carried output.
-    `prompt_tokens` and `output_tokens` are the server's counts, None where it gave none. `error` None: it succeeded."""
+    `prompt_tokens`, `cached_tokens` (of those, from its prefix cache) and `output_tokens` are the server's counts, None
+    where it gave none. `error` None: it succeeded."""
 
     kind: str
     scheduled_s: float
+    variant: str = ""
     sent_s: float = 0.0
     end_s: float = 0.0
     chunk_s: list[float] = field(default_factory=list)
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int | None = None
     finish_reason: str | None = None
     error: str | None = None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from mstar.bench.composition import Composition
 from mstar.bench.load import Load, LoadKind
 from mstar.bench.records import RequestRecord
 
@@ -53,6 +54,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: Distribution | None
     e2e_ms: Distribution | None
     prompt_tokens: TokenCounts | None
+    cached_tokens: TokenCounts | None
     output_tokens: TokenCounts | None
     token_source: str
     output_tok_s: float
@@ -76,6 +78,7 @@ class Report(Measured, frozen=True, kw_only=True):
     model: str
     api: str
     load: Load
+    workload: Composition
     kinds: Mapping[str, Measured]
     client: Client
 
@@ -122,6 +125,7 @@ def measure(records: Sequence[RequestRecord]) -> Measured:
         ),
         e2e_ms=distribution(record.e2e_s for record in good),
         prompt_tokens=_counts(record.prompt_tokens for record in good if record.prompt_tokens is not None),
+        cached_tokens=_counts(record.cached_tokens for record in good if record.cached_tokens is not None),
         output_tokens=outputs,
         token_source="usage" if exact else "chunks",
         output_tok_s=round((outputs.total if outputs else 0) * per_second, 2),
@@ -130,11 +134,30 @@ def measure(records: Sequence[RequestRecord]) -> Measured:
     )
 
 
+def by_kind(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecord]]:
+    """Of each kind, and where a kind has several variants of each of them, as "kind, variant"."""
+    kinds: dict[str, list[RequestRecord]] = {}
+    for kind in sorted({record.kind for record in records}):
+        kinds[kind] = [record for record in records if record.kind == kind]
+        variants = sorted({record.variant for record in kinds[kind]})
+        if len(variants) > 1:
+            for variant in variants:
+                kinds[f"{kind}, {variant}"] = [record for record in kinds[kind] if record.variant == variant]
+    return kinds
+
+
 def build_report(
-    records: Sequence[RequestRecord], *, url: str, model: str, api: str, load: Load, cpu_s: float
+    records: Sequence[RequestRecord],
+    *,
+    url: str,
+    model: str,
+    api: str,
+    load: Load,
+    workload: Composition,
+    cpu_s: float,
 ) -> Report:
     """`cpu_s`: process time that the load took here."""
-    kinds = {kind: measure([r for r in records if r.kind == kind]) for kind in sorted({r.kind for r in records})}
+    kinds = {name: measure(some) for name, some in by_kind(records).items()}
     chunks = sum(len(record.chunk_s) for record in records)
     client = Client(
         cpu_us_per_chunk=round(cpu_s * 1e6 / chunks, 2) if chunks else 0.0,
@@ -142,7 +165,7 @@ def build_report(
         peak_in_flight=peak_in_flight(records),
     )
     together = msgspec.structs.asdict(measure(records))
-    return Report(**together, url=url, model=model, api=api, load=load, kinds=kinds, client=client)
+    return Report(**together, url=url, model=model, api=api, load=load, workload=workload, kinds=kinds, client=client)
 
 
 def peak_in_flight(records: Iterable[RequestRecord]) -> int:
@@ -164,20 +187,27 @@ def report_text(report: Report) -> str:
         else f"{load.kind}, {load.concurrency} at once"
     )
     lines = [
-        f"{report.model} at {report.url}, {report.api}, {how}",
+        f"{report.model} at {report.url}, {report.api}, {how}; {report.workload.described}",
         f"{report.succeeded} of {report.requests} requests succeeded in {report.duration_s:.2f} s; "
         f"{report.output_tok_s:.1f} output tokens/s, {report.requests_s:.2f} requests/s",
     ]
     lines += [f"  failed {count}x: {reason}" for reason, count in report.failures.items()]
     for kind, measured in report.kinds.items():
-        lines.append(f"{kind:<16}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}  ms")
+        lines.append(f"{kind:<20}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}  ms")
         for name in ("ttft", "itl", "tpot", "e2e"):
             d: Distribution | None = getattr(measured, f"{name}_ms")
             if d is not None:
                 lines.append(
-                    f"  {name:<14}" + "".join(f"{v:>10.2f}" for v in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max))
+                    f"  {name:<18}" + "".join(f"{v:>10.2f}" for v in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max))
                 )
-        for name, counts in (("prompt tokens", measured.prompt_tokens), ("output tokens", measured.output_tokens)):
+        lines.append(
+            f"  {measured.succeeded} of {measured.requests} succeeded; {measured.output_tok_s:.1f} output tokens/s"
+        )
+        for name, counts in (
+            ("prompt tokens", measured.prompt_tokens),
+            ("of them cached", measured.cached_tokens),
+            ("output tokens", measured.output_tokens),
+        ):
             if counts is not None:
                 lines.append(f"  {name}: {counts.total}, {counts.min} to {counts.max} per request")
         if measured.token_source == "chunks":

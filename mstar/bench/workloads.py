@@ -1,6 +1,6 @@
 """Workload kinds by name: which request goes where, and how its answer is read.
 
-A kind that joins implements `Workload` and is named in `mstar.bench.command`; latencies are reported by kind.
+A kind that joins implements `Workload` and is named in `mstar.bench.composition`; latencies are reported by kind.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from mstar.bench.connection import Response
+from mstar.bench.images import ImageChoice
 from mstar.bench.openai_events import StreamReader
-from mstar.bench.prompts import MakePrompt
+from mstar.bench.prompts import MakePrompt, Prompt
 from mstar.bench.records import RequestRecord
 
 
@@ -35,14 +36,20 @@ class AnswerReader(Protocol):
     def close(self, response: Response, /) -> None: ...
 
 
-class Workload(Protocol):
-    """Requests `0, 1, ...` of one kind."""
+class WorkloadRequest(NamedTuple):
+    """One request, ready to send. `variant` divides a kind whose requests should not all be alike to the server; ""
+    where there is one only."""
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    def body(self, index: int) -> bytes: ...
+    kind: str
+    path: str
+    body: bytes
+    variant: str = ""
+
+
+class Workload(Protocol):
+    """Requests `0, 1, ...`; -1 is a probe."""
+
+    def request(self, index: int) -> WorkloadRequest: ...
     def reader(self, record: RequestRecord) -> AnswerReader: ...
 
 
@@ -59,20 +66,20 @@ class TextToText:
     temperature: float
     seed: int
     extra: Mapping[str, Any]
-    kind: str = "text_to_text"
 
-    @property
-    def path(self) -> str:
-        return PATHS[self.api]
-
-    def body(self, index: int) -> bytes:
+    def request(self, index: int) -> WorkloadRequest:
         prompt = self.prompts(index)
+        if self.api is Api.CHAT:
+            question = {"messages": [{"role": turn.role, "content": turn.content} for turn in prompt.turns()]}
+        else:
+            question = {"prompt": prompt.text()}
+        return WorkloadRequest("text_to_text", PATHS[self.api], self.encode(index, prompt, question))
+
+    def encode(self, index: int, prompt: Prompt, question: Mapping[str, Any]) -> bytes:
+        """The body of a request that asks `question`."""
         body: dict[str, Any] = {"model": self.model, "stream": True, "temperature": self.temperature}
         body["max_tokens"] = prompt.max_tokens or self.max_tokens
-        if self.api is Api.CHAT:
-            body["messages"] = prompt.turns()
-        else:
-            body["prompt"] = prompt.text()
+        body.update(question)
         if self.temperature > 0:
             body["seed"] = self.seed + index
         if self.ignore_eos:
@@ -83,3 +90,47 @@ class TextToText:
 
     def reader(self, record: RequestRecord) -> StreamReader:
         return StreamReader(record)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageToText:
+    """Streamed text from images and text: those of `text`, in chats, with images at the beginning of the last turn.
+    Requests whose images were seen before are a variant: of theirs, a server may have features and a prefix cached."""
+
+    text: TextToText
+    images: ImageChoice
+
+    def request(self, index: int) -> WorkloadRequest:
+        prompt = self.text.prompts(index)
+        chosen = self.images.images(index)
+        messages: list[dict[str, Any]] = [{"role": turn.role, "content": turn.content} for turn in prompt.turns()]
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in chosen.urls]
+        messages[-1]["content"] = [*parts, {"type": "text", "text": messages[-1]["content"]}]
+        body = self.text.encode(index, prompt, {"messages": messages})
+        return WorkloadRequest("image_to_text", PATHS[Api.CHAT], body, "seen" if chosen.seen else "new")
+
+    def reader(self, record: RequestRecord) -> StreamReader:
+        return self.text.reader(record)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Both at once: a share `images` of the requests is `with_images`, evenly spread over the others. Each kind's own
+    requests count from 0."""
+
+    plain: Workload
+    with_images: Workload
+    images: float
+
+    def request(self, index: int) -> WorkloadRequest:
+        before = self.num_with_images(index)
+        if self.num_with_images(index + 1) > before:
+            return self.with_images.request(before)
+        return self.plain.request(index - before)
+
+    def num_with_images(self, num_requests: int) -> int:
+        """Among the first so many."""
+        return int(num_requests * self.images + 0.5)
+
+    def reader(self, record: RequestRecord) -> AnswerReader:
+        return self.plain.reader(record)

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 TEMPLATE_TOKENS = 7
+IMAGE_TOKENS = 16
 
 
 @dataclass
 class Answer:
     """`delays_s[i]` passes before token i is sent (the last one again for further tokens). `status` other than 200: an
     error. `cut_after` tokens the connection is closed; `error_after` tokens an error event ends the stream. `coalesce`
-    tokens go out in one chunk of the stream."""
+    tokens go out in one chunk of the stream. `cached_tokens`: of the prompt, in the usage."""
 
     delays_s: tuple[float, ...] = (0.0,)
     status: int = 200
@@ -25,6 +26,7 @@ class Answer:
     coalesce: int = 1
     counts_usage: bool = True
     keeps_alive: bool = True
+    cached_tokens: int | None = None
 
 
 @dataclass
@@ -50,7 +52,9 @@ class Stub:
 
 
 @contextmanager
-def openai_stub(answer: Callable[[int, dict], Answer] | None = None, refuse_usage: bool = False) -> Iterator[Stub]:
+def openai_stub(
+    answer: Callable[[int, dict], Answer] | None = None, refuse_usage: bool = False, refuse_images: bool = False
+) -> Iterator[Stub]:
     """`answer(i, body)` says how request i (probes not counted) is answered."""
     script = answer or (lambda index, body: Answer())
     loop = asyncio.new_event_loop()
@@ -62,7 +66,7 @@ def openai_stub(answer: Callable[[int, dict], Answer] | None = None, refuse_usag
         number = next(connections)
         writers.add(writer)
         try:
-            while await _serve_one(reader, writer, stub, number, script, refuse_usage):
+            while await _serve_one(reader, writer, stub, number, script, refuse_usage, refuse_images):
                 pass
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -93,7 +97,9 @@ def openai_stub(answer: Callable[[int, dict], Answer] | None = None, refuse_usag
         loop.close()
 
 
-async def _serve_one(reader, writer, stub: Stub, connection: int, script, refuse_usage: bool) -> bool:
+async def _serve_one(
+    reader, writer, stub: Stub, connection: int, script, refuse_usage: bool, refuse_images: bool
+) -> bool:
     """Answer one request; whether the connection stays open."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     method, path, _ = head.split("\r\n")[0].split(" ")
@@ -108,6 +114,9 @@ async def _serve_one(reader, writer, stub: Stub, connection: int, script, refuse
     stub.served.append(served)
     if refuse_usage and "stream_options" in body:
         _write_json(writer, 400, {"error": {"message": "unknown field stream_options", "param": "stream_options"}})
+        return True
+    if refuse_images and images_of(body):
+        _write_json(writer, 400, {"error": {"message": "this model reads text only"}})
         return True
     answer = Answer(counts_usage=not refuse_usage) if body["max_tokens"] == 1 else script(index, body)
     if answer.status != 200:
@@ -145,6 +154,8 @@ async def _stream(writer, served: Served, answer: Answer) -> bool:
     _write_event(writer, {"choices": [{"delta": {}, "finish_reason": "length"}]})
     if answer.counts_usage and body.get("stream_options", {}).get("include_usage"):
         usage = {"prompt_tokens": _prompt_tokens(body), "completion_tokens": body["max_tokens"]}
+        if answer.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": answer.cached_tokens}
         _write_event(writer, {"choices": [], "usage": usage})
     served.ended_s = time.perf_counter()
     _write_chunk(writer, b"data: [DONE]\n\n")
@@ -156,7 +167,26 @@ async def _stream(writer, served: Served, answer: Answer) -> bool:
 def _prompt_tokens(body: dict) -> int:
     if "prompt" in body:
         return len(body["prompt"].split())
-    return TEMPLATE_TOKENS + sum(len(turn["content"].split()) for turn in body["messages"])
+    return TEMPLATE_TOKENS + len(text_of(body).split()) + IMAGE_TOKENS * len(images_of(body))
+
+
+def text_of(body: dict) -> str:
+    """All text of a chat."""
+    return " ".join(part["text"] for part in _parts(body) if part["type"] == "text")
+
+
+def images_of(body: dict) -> list[str]:
+    """URLs of a chat's images, in order."""
+    return [part["image_url"]["url"] for part in _parts(body) if part["type"] == "image_url"]
+
+
+def _parts(body: dict) -> list[dict]:
+    contents = [turn["content"] for turn in body.get("messages", ())]
+    return [
+        part
+        for content in contents
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
 
 
 def _write_json(writer, status: int, content: dict) -> None:
