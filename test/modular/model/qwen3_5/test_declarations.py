@@ -187,7 +187,9 @@ def test_walks_of_a_model_with_a_tower():
     model = _model(_with_vision())
     walks = model.walks()
     assert {walk: nodes_of(section)[0].name for walk, section in walks.items()} == {
-        "encode": "Vision", "prefill": "LLM", "decode": "LLM",
+        "encode": "Vision",
+        "prefill": "LLM",
+        "decode": "LLM",
     }
     encode, prefill = walks["encode"], walks["prefill"]
     assert isinstance(encode, Loop) and isinstance(prefill, GraphNode)
