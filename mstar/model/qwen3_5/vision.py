@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mstar.layers.linear import Linear
+from mstar.layers.rotary import rotate
 from mstar.model.qwen3_5.config import VisionConfig
 from mstar.model.qwen3_5.encode_steps import Grid, Part
 
@@ -26,9 +27,10 @@ _CACHED_GRIDS = 64
 
 class Segments(NamedTuple):
     """What a forward over packed patches knows of them. `lengths`: patches that see each other, one frame (or frame
-    group) each. `cos`, `sin` fp32 [patches, 1, head_dim / 2]."""
+    group) each. `cos`, `sin` fp32 [patches, head_dim / 2], in which patch i has row `places[i]`, int32."""
 
     lengths: tuple[int, ...]
+    places: Tensor
     cos: Tensor
     sin: Tensor
 
@@ -49,13 +51,18 @@ class VisionAttention(nn.Module):
     def __init__(self, c: VisionConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.num_heads = c.num_heads
+        self.head_dim = c.hidden_size // c.num_heads
         self.qkv = Linear(c.hidden_size, 3 * c.hidden_size, bias=True, dtype=dtype, device=device)
         self.proj = Linear(c.hidden_size, c.hidden_size, bias=True, dtype=dtype, device=device)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each `[patches, heads, head_dim]`; the first two rotated."""
-        q, k, v = self.qkv(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
-        return _rotated(q, cos, sin), _rotated(k, cos, sin), v
+    def project(self, x: Tensor, segments: Segments, begin: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the patches from `begin` on, each `[patches, heads, head_dim]`; the first two
+        rotated."""
+        qkv = self.qkv(x)
+        places = segments.places[begin : begin + x.shape[0]]
+        rotate(qkv, places, segments.cos, segments.sin, num_heads=2 * self.num_heads, head_dim=self.head_dim)
+        q, k, v = qkv.view(x.shape[0], 3, self.num_heads, self.head_dim).unbind(1)
+        return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         """`[patches, hidden]`, before the output's product, of segments of these lengths."""
@@ -64,8 +71,8 @@ class VisionAttention(nn.Module):
         for length, run in groupby(lengths):  # segments of one length share a product
             count = len(list(run))
             end = begin + count * length
-            shape = (count, length, self.num_heads, -1)
-            out[begin:end] = _attended(*(t[begin:end].view(shape) for t in (q, k, v))).flatten(0, 1)
+            own_q, own_k, own_v = (t[begin:end].unflatten(0, (count, length)) for t in (q, k, v))
+            out[begin:end] = _attended(own_q, own_k, own_v).flatten(0, 1)
             begin = end
         return out.flatten(1)
 
@@ -102,7 +109,7 @@ class VisionBlock(nn.Module):
         self.mlp = VisionMLP(c, dtype=dtype, device=device)
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
-        q, k, v = self.attn.project(self.norm1(x), segments.cos, segments.sin)
+        q, k, v = self.attn.project(self.norm1(x), segments)
         return self.finish(x, self.attn.attend(q, k, v, segments.lengths))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -173,7 +180,8 @@ class VisionTower(nn.Module):
         places = torch.cat([patch_places(*grid, self.config.spatial_merge_size) for grid in grids])  # [patches, 2]
         angles = (places[:, :, None] * self.frequencies).flatten(1)  # rows' frequencies, then columns'
         lengths = tuple(height * width for times, height, width in grids for _ in range(times))
-        return Segments(lengths, angles.cos()[:, None], angles.sin()[:, None])
+        order = torch.arange(angles.shape[0], dtype=torch.int32)
+        return Segments(lengths, order, angles.cos(), angles.sin())
 
     def run_blocks(self, x: Tensor, segments: Segments, blocks: range) -> Tensor:
         """`[patches, hidden]` after these blocks."""
@@ -193,7 +201,7 @@ class VisionTower(nn.Module):
             whole = state.clone()  # a stored signal is never written
         x, q, k, v, done = (whole[place] for place in range(5))
         if part.kind == "project":
-            made = block.attn.project(block.norm1(x[rows]), segments.cos[rows], segments.sin[rows])
+            made = block.attn.project(block.norm1(x[rows]), segments, part.begin)
             for place, values in zip((q, k, v), made, strict=True):
                 place[rows] = values.flatten(1)
             return whole
@@ -242,10 +250,3 @@ def patch_places(times: int, height: int, width: int, merge: int) -> Tensor:
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`q [segments, queries, heads, head_dim]` to all of `k` and `v [segments, keys, heads, head_dim]`."""
     return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x [patches, heads, head_dim]` with both halves of each head rotated against each other, in fp32; `cos`, `sin`
-    fp32 `[patches, 1, head_dim / 2]`."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

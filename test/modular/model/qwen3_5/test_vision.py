@@ -243,7 +243,7 @@ def test_a_medium_that_comes_again_is_not_encoded_again(reference, tower, monkey
     monkeypatch.setattr(VisionTower, "embed", counted)
     a, b, c = [(grid, pixels_of(grid, 50 + index)) for index, grid in enumerate([GRIDS[2], GRIDS[3], GRIDS[4]])]
     theirs = {id(m): expected(reference, m[1], m[0]) for m in (a, b, c)}
-    rig = Rig(tower, budget=600)
+    rig = Rig(tower, budget=1000)
     for handle, media, patches, steps in ((0, [a, b, a], [140, 32], 3), (1, [a, c], [32], 1), (2, [c, b, a], [], 1)):
         encoded.clear()
         rig.open(handle, media)
