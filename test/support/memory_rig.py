@@ -269,6 +269,7 @@ class MemoryRig:
         if self.pool is not None:
             states = self.pool.states
             states.check()
+            assert all(self.rows[handle].in_steps for handle in states._pending), "a snapshot that no step makes"
             if states.host is not None:
                 states.host.check()
             for handle in range(self.capacity):

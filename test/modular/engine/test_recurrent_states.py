@@ -186,6 +186,16 @@ def test_rows_that_fail_leave_no_snapshot():
     assert chunks(one, 1, [*SYSTEM, 9])[0] == 0
 
 
+def test_of_two_rows_with_one_prompt_the_one_that_did_not_fail_leaves_the_snapshot():
+    one = rig()
+    for handle in (0, 1):
+        assert one.admit(handle, [*SYSTEM, 9], 12)
+    one.rows[0].failing = True
+    one.run({0: 8, 1: 8})
+    assert num_snapshots(one) == 1
+    assert chunks(one, 2, [*SYSTEM, 9])[0] == 8  # the rig sees to it that the state is whole
+
+
 def test_a_request_that_leaves_before_its_step_is_published_leaves_no_slot_behind():
     """The step ended in an error, so that nothing of it was published."""
     one = rig()
