@@ -115,7 +115,8 @@ class StartWalk(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class WalkDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Worker → front: this worker's part of the partition's walks has ended. `emits` counts what was emitted per signal
-    over the request's life on this worker, so that the front knows when it has everything."""
+    over the request's life on this worker, so that the front knows when it has everything.
+    `num_computed_prompt_tokens` is 0 from a worker without a cache: others know what was reused."""
 
     rid: str
     partition: str

@@ -98,6 +98,10 @@ class RequestMemory:
         """Prompt tokens that were adopted and never computed, in the cache that adopted most."""
         return max((int(holdings.num_adopted[handle]) for holdings in self._holdings.values()), default=0)
 
+    def num_computed_tokens(self, handle: int, num_prompt_tokens: int) -> int:
+        """Prompt tokens that a cache did not have; 0 where there is none to ask."""
+        return num_prompt_tokens - self.num_cached_tokens(handle) if self._holdings else 0
+
     def extend_prefix(self, node: str, handle: int) -> int:
         """Before a chunk of a row that no step holds: adopt what others have sealed meanwhile, right behind the row's
         length. Returns the tokens gained."""

@@ -113,7 +113,7 @@ class WalkRunner:
                 rank=self._rank,
                 reason=run.reason,
                 emits=self._requests.emits(request.handle),
-                num_computed_prompt_tokens=request.num_prompt_tokens - self._memory.num_cached_tokens(request.handle),
+                num_computed_prompt_tokens=self._memory.num_computed_tokens(request.handle, request.num_prompt_tokens),
             )
         )
 
