@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import torch
 from PIL import Image
-from transformers import Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from mstar.model.base import ChatMessage, MediaPart, PreparedPrompt, PromptRequest
 from mstar.model.qwen3_5.config import MediaTokens
@@ -59,11 +61,22 @@ def chat(*parts: str | tuple[str, bytes]) -> PromptRequest:
     return PromptRequest("chat", messages=(ChatMessage("user", content),))
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For models so small that a second thread of torch only waits for the first."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 class MediaReference:
-    """transformers' model on the checkpoint in `directory`, in fp32."""
+    """transformers' model on the checkpoint in `directory`, dense or with experts, in fp32."""
 
     def __init__(self, directory: Path, tokens: MediaTokens) -> None:
-        self.model = Qwen3_5ForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
         self.tokens = tokens
 
     def inputs(self, prompt: PreparedPrompt, ids: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -97,10 +110,11 @@ class MediaReference:
         """Greedy tokens behind the prompt, a stop token included."""
         assert prompt.token_ids is not None
         ids = prompt.token_ids.tolist()
-        out = self.model.generate(
-            **self.inputs(prompt, ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=list(stops),
-            pad_token_id=0,
-        )  # fmt: skip
+        with one_thread():
+            out = self.model.generate(
+                **self.inputs(prompt, ids), max_new_tokens=max_tokens, do_sample=False, eos_token_id=list(stops),
+                pad_token_id=0,
+            )  # fmt: skip
         return out[0, len(ids) :].tolist()
 
     def last_logits(self, prompt: PreparedPrompt, ids: Sequence[int]) -> torch.Tensor:

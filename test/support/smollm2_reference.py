@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 from support.checkpoints import smollm2
+from support.response_tokens import ResponseTokens
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mstar.api_server.token_text import TokenTexts
 from mstar.model.loader.tokenizer_files import TokenizerFiles, load_tokenizer
 from mstar.model.loader.tokenizer_writing import write_tokenizer
 from mstar.model.loader.weights import iter_weights
@@ -25,7 +25,7 @@ class Smollm2Reference:
         self._directory = TemporaryDirectory()
         self.files: TokenizerFiles = write_tokenizer(smollm2(), Path(self._directory.name))
         self.tokenizer = load_tokenizer(Path(self._directory.name))
-        self._texts = TokenTexts(self.tokenizer)
+        self._responses = ResponseTokens(self.tokenizer, self.stops)
 
     @cached_property
     def network(self) -> LlamaForCausalLM:
@@ -65,26 +65,8 @@ class Smollm2Reference:
         return self.network(torch.tensor([list(ids)])).logits[0, -1]
 
     def ids_of(self, texts: Sequence[str], finish_reason: str, expected: Sequence[int]) -> list[int]:
-        """Token ids of a response from the texts of its tokens, with the stop token that a response does not show.
-        Where a text belongs to several ids the expected one is taken, if it is among them."""
-        ids = [
-            expected[i] if i < len(expected) and self._text(expected[i]) == text else self._id_of(text)
-            for i, text in enumerate(texts)
-        ]
-        if finish_reason == "stop":
-            at = len(ids)
-            ids.append(expected[at] if at < len(expected) and expected[at] in self.stops else self.stops[0])
-        return ids
-
-    def _text(self, token: int) -> str:
-        """As a response shows a single token."""
-        return self._texts.text_and_bytes(token)[0]
-
-    def _id_of(self, text: str) -> int:
-        for token in range(self.tokenizer.get_vocab_size()):
-            if self._text(token) == text:
-                return token
-        raise AssertionError(f"no token has the text {text!r}")
+        """As `ResponseTokens.ids_of`."""
+        return self._responses.ids_of(texts, finish_reason, expected)
 
     def _up_to_stop(self, tokens: list[int]) -> list[int]:
         ends = [tokens.index(stop) for stop in self.stops if stop in tokens]
