@@ -80,7 +80,8 @@ class ServedQwen:
             find_card("qwen3_5"), ModelSetup(loaded.config(), directory / "tokenizer", MAX_SEQ_LEN)
         )
         self.stops = list(self.model.stop_token_ids())
-        self.tokens = ResponseTokens(load_tokenizer(directory / "tokenizer"), self.stops)
+        self._tokenizer = load_tokenizer(directory / "tokenizer")
+        self.tokens = ResponseTokens(self._tokenizer, self.stops)
         self.reference = MediaReference(self.checkpoint, self.model.config.media)  # type: ignore[attr-defined]
         self.prepare = cache(self._prepare)
         self.expected = cache(self._expected)
@@ -92,6 +93,10 @@ class ServedQwen:
         arguments = [config, *(word for setting in given for word in ("--set", setting))]
         with running(arguments, log) as server:
             yield server
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self._tokenizer.encode(text).ids)
 
     def _prepare(self, case: Case) -> PreparedPrompt:
         return self.model.process_prompt(case.request)
@@ -133,9 +138,9 @@ def under_load(server: Server, cases: Sequence[Case], *, spread_s: float, seed: 
     return asyncio.run(_all(server, cases, spread_s, seed))
 
 
-def ask(server: Server, case: Case) -> dict[str, Any]:
-    """The answer to one, with nothing beside it."""
-    response = server.client.post(case.route, json=case.body())
+def ask(server: Server, case: Case, **fields: Any) -> dict[str, Any]:
+    """The answer to one, with nothing beside it; further `fields` of its body."""
+    response = server.client.post(case.route, json=case.body() | fields)
     assert response.status_code == 200, response.text
     return response.json()
 
