@@ -1,7 +1,8 @@
 """The front's side of the preprocess pool: processes that run `Model.process_prompt`, one job each at a time.
 
 Front loop only. A process that dies, overruns or cannot be understood fails the one job that it had and is replaced;
-the others go on. A job is encoded by the request that asks for it, so one that cannot be sent is that request's alone.
+the others go on. One that goes on working for a client that left is replaced too. A job is encoded by the request that
+asks for it, so one that cannot be sent is that request's alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from mstar.model.base import ChatMessage, ModelCard, ModelSetup, PreparedPrompt
 
 logger = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 60.0
+GIVEN_UP_S = 1.0
+"""A job whose client left may still take so long: about what another process costs."""
 START_TIMEOUT_S = 120.0
 ONE_THREAD: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
@@ -199,7 +202,7 @@ class PreprocessPool:
                 continue
             reply: Reply = PromptFailed("the job was given up")
             try:
-                reply = await self._run(self._processes[index], frame)
+                reply = await self._run(self._processes[index], frame, answer)
             except Exception as error:
                 logger.exception("a job of a preprocess process failed")
                 reply = PromptFailed(f"{type(error).__name__}: {error}")
@@ -207,14 +210,19 @@ class PreprocessPool:
                 if not answer.done():
                     answer.set_result(reply)
 
-    async def _run(self, process: _Process, frame: bytes) -> Reply:
+    async def _run(self, process: _Process, frame: bytes, answer: asyncio.Future[Reply]) -> Reply:
+        asking = asyncio.ensure_future(process.ask(frame))
         try:
-            async with asyncio.timeout(self._job_timeout_s):
-                return await process.ask(frame)
-        except TimeoutError:
+            await asyncio.wait({asking, answer}, timeout=self._job_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():  # its client left
+                await asyncio.wait({asking}, timeout=GIVEN_UP_S)
+            if asking.done():
+                return asking.result()
             return PromptRefused(f"preparing the prompt took longer than {self._job_timeout_s:g} s")
         except (EOFError, ConnectionError):
             return PromptFailed("its preprocess process ended")
+        finally:
+            asking.cancel()
 
     async def _replace(self, index: int) -> None:
         """A replacement that does not start is tried again with the next job."""

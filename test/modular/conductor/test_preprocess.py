@@ -198,6 +198,32 @@ def test_a_client_that_left_is_not_worked_for():
     in_pool(use)
 
 
+def test_a_client_that_leaves_does_not_hold_up_those_behind_it():
+    async def use(pool: PreprocessPool) -> None:
+        first = (await ask(pool, "pid"))[0]
+        leaving = asyncio.create_task(ask(pool, "hang"))
+        while pool._processes[0].is_in_step:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        async with asyncio.timeout(20):
+            assert (await ask(pool, "pid"))[0] != first
+        assert not is_running(int(first)) and pool.num_replaced == 1
+
+    in_pool(use, job_timeout_s=60)
+
+
+def test_a_job_that_is_soon_done_keeps_its_process_when_its_client_leaves():
+    async def use(pool: PreprocessPool) -> None:
+        first = (await ask(pool, "pid"))[0]
+        leaving = asyncio.create_task(ask(pool, "x" * 1_000_000))
+        while pool._processes[0].is_in_step:
+            await asyncio.sleep(0)
+        leaving.cancel()
+        assert (await ask(pool, "pid"))[0] == first
+
+    in_pool(use)
+
+
 def test_a_model_that_cannot_be_built_is_an_error_at_start():
     async def run() -> None:
         pool = PreprocessPool(ModelCard("x", "support.no_such:Model", ""), SETUP, 1)
