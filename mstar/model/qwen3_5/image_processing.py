@@ -19,6 +19,7 @@ from PIL import Image, ImageOps
 from mstar.model.qwen3_5.media_rules import MediaError, MediaRules, Size
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+UNKNOWN = f"an image could not be recognized; {', '.join(FORMATS)} are read"
 MAX_SOURCE_PIXELS = 1 << 26
 """Of an image or a frame as it was sent; decoded, three bytes each."""
 
@@ -64,9 +65,9 @@ def read_image(data: bytes, rules: MediaRules, max_tokens: int) -> Patches:
 
 
 @contextmanager
-def opened_image(data: bytes) -> Iterator[Image.Image]:
-    """The image with its header read. Raises `MediaError` for one that is no image or too large, and for damage that is
-    found in the block."""
+def opened_image(data: bytes, unknown: str = UNKNOWN) -> Iterator[Image.Image]:
+    """The image with its header read. Raises `MediaError` for one that is no image (saying `unknown`) or too large, and
+    for damage that is found in the block."""
     if not data:
         raise MediaError("an image is empty")
     try:
@@ -84,7 +85,7 @@ def opened_image(data: bytes) -> Iterator[Image.Image]:
     except Image.DecompressionBombError as error:
         raise MediaError(f"an image is too large; at most {MAX_SOURCE_PIXELS >> 20} megapixels are read") from error
     except Image.UnidentifiedImageError as error:
-        raise MediaError(f"an image could not be recognized; {', '.join(FORMATS)} are read") from error
+        raise MediaError(unknown) from error
     except _DAMAGE as error:
         raise MediaError(f"an image could not be read: {error}") from error
 

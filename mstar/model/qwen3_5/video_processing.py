@@ -30,6 +30,7 @@ from mstar.model.qwen3_5.media_rules import MediaError, MediaRules, Size
 _ASSUMED_FPS = 24.0
 """Of videos that do not say."""
 
+_UNKNOWN = "a video could not be recognized; MP4, MOV, Matroska, WebM, AVI and animations (GIF, WEBP, PNG) are read"
 _NO_PROTOCOLS = {"protocol_whitelist": "none"}
 """The bytes at hand are all there is to read."""
 
@@ -51,10 +52,12 @@ def read_video(data: bytes, rules: MediaRules, max_tokens: int) -> VideoPatches:
         raise MediaError("a video is empty")
     container = _container_of(data)
     if container is None:
-        with opened_image(data) as image:
+        with opened_image(data, _UNKNOWN) as image:
             return _read(_Animation(image), rules, max_tokens)
     try:
-        with av.open(io.BytesIO(data), "r", format=container, container_options=_NO_PROTOCOLS) as opened:
+        with av.open(
+            io.BytesIO(data), "r", format=container, container_options=_NO_PROTOCOLS, metadata_errors="replace"
+        ) as opened:
             return _read(_Video(opened), rules, max_tokens)
     except FFmpegError as error:
         raise MediaError(f"a video could not be read: {error.strerror}") from error
@@ -124,6 +127,8 @@ class _Video:
             raise MediaError("a video file has no video stream")
         self._container = container
         self._stream = container.streams.video[0]
+        if self._stream.codec_context is None:
+            raise MediaError("a video file has a codec that cannot be read")
         self._stream.codec_context.thread_count = 1
         self.size = Size(self._stream.height, self._stream.width)
         if min(self.size) < 1:

@@ -126,18 +126,30 @@ def test_a_video_of_many_frames_is_sampled_to_the_limit() -> None:
     ("data", "said"),
     [
         (b"", "empty"),
-        (b"not a video", "could not be recognized"),
-        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", "could not be recognized"),
-        (b"ffconcat version 1.0\nfile /etc/hostname\n", "could not be recognized"),
+        (b"not a video", "a video could not be recognized"),
+        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n", "a video could not be recognized"),
+        (b"ffconcat version 1.0\nfile /etc/hostname\n", "a video could not be recognized"),
         (b"\0\0\0\x18ftypmp42" + bytes(200), "could not be read"),
         (b"\x1a\x45\xdf\xa3" + bytes(200), "could not be read"),
         (movie(frames_of(18))[:1500], "could not be read|damaged"),
+        (movie(frames_of(18), "matroska").replace(b"V_MPEG4/", b"V_MPEG9/"), "a codec that cannot be read"),
         (animation(frames_of(1)), "at least 2 frames"),
     ],
 )
 def test_what_is_no_video_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(MediaError, match=said):
         read_video(data, RULES, 10_000)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "matroska", "avi"])
+def test_titles_in_any_encoding(kind: str) -> None:
+    """Nothing of the metadata is read, and cameras write it as they like."""
+    data = movie(frames_of(6), kind)
+    other = data.replace(b"Lavf", b"L\xe9vf").replace(b"ENCODER", b"\xc9NCODER")
+    assert other != data
+    np.testing.assert_array_equal(
+        read_video(other, RULES, 10_000).patches.pixels, read_video(data, RULES, 10_000).patches.pixels
+    )
 
 
 def test_a_stream_that_is_cut_off_is_read_as_far_as_it_goes() -> None:
