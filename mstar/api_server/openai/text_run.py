@@ -182,7 +182,7 @@ class TextRun:
                 body += (before, encode_json(text), after)
             else:
                 body += [self.shape.delta_chunk(choice, delta, (), 0) for delta in reader.feed(text)]
-        if was_reasoning or reader.is_reasoning:
+        if (was_reasoning or reader.is_reasoning) and event.token not in self.request.end_tokens:
             reader.num_reasoning_tokens += 1
         return True
 

@@ -136,6 +136,15 @@ def test_a_limit_inside_the_reasoning(qwen: RunningFront):
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
 
 
+def test_an_answer_that_ends_inside_the_reasoning(qwen: RunningFront):
+    qwen.reply(THOUGHT)
+    answer = both(qwen)
+    assert (answer["content"], answer["reasoning"], answer["reason"]) == ("", THOUGHT, "stop")
+    num_reasoning = num_tokens(qwen, THOUGHT)
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    assert answer["usage"]["completion_tokens"] == num_reasoning + 1, "the end token belongs to neither"
+
+
 def test_a_stop_string_and_logprobs_beside_reasoning(qwen: RunningFront):
     qwen.worker.logprobs = lambda token, settings: TokenLogprobs(-0.5, (token,), (-0.5,))
     plain = both(qwen)
