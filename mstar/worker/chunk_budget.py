@@ -50,17 +50,20 @@ class ChunkBudget:
         num_others: int,
         other_tokens: int,
         contexts: int,
+        waited_s: float = 0.0,
     ) -> None:
         """`num_others` rows with `other_tokens` tokens go along whole and read `contexts` tokens of cache together. The
-        first chunk is cut whatever they leave."""
+        first chunk is cut whatever they leave, unless they have waited for steps of other nodes already, for
+        `waited_s`: then there may be none, and the chunk comes with the node's next turn."""
         self._cost = cost
         self._tokens = max_step_tokens - other_tokens
         self._seconds = 0.0
+        self._worthwhile = MIN_TIMED_CHUNK if num_others and waited_s else 0
         if cost is None:
             self._least = min(MIN_CHUNK, max_step_tokens)
         elif num_others:
-            self._least = MIN_TIMED_CHUNK
-            allowed = MIXED_STEP_FACTOR * cost.decode_s(num_others, contexts)
+            self._least = 0 if waited_s else MIN_TIMED_CHUNK
+            allowed = MIXED_STEP_FACTOR * cost.decode_s(num_others, contexts) - waited_s
             self._seconds = allowed - cost.mixed_s(other_tokens, contexts)
         else:
             self._least = CHUNK_STEP_TOKENS
@@ -72,6 +75,8 @@ class ChunkBudget:
         room = self._tokens
         if cost is not None:
             room = min(room, cost.chunk_tokens(self._seconds, start))
+            if room < self._worthwhile:
+                room = 0
         starts, rest = np.array([start], np.int32), np.array([pending], np.int32)
         [count] = allot(starts, rest, room, align=align, at_least=self._least).tolist()
         self._least = 0

@@ -18,6 +18,7 @@ from mstar.engine.execution import Portion, Step
 from mstar.graph.protocol import GraphRuntime, ReadyKey, TakenRows
 from mstar.worker.candidates import Candidates, Run, taken_again
 from mstar.worker.chunk_budget import ChunkBudget, Cuts, StepLimits
+from mstar.worker.turns import Turns
 
 Seniority = Callable[[Sequence[int]], Sequence[int] | None]
 """Positions of rows in the order of their requests' importance; None: all are of one priority."""
@@ -25,11 +26,12 @@ Seniority = Callable[[Sequence[int]], Sequence[int] | None]
 
 class Composed(NamedTuple):
     """Rows taken for a step that is not built yet: `spec_ids[i]` belongs to `portions[i]`, `carried` are indexes of
-    portions that go on with runs of the step before; the rest was fresh."""
+    portions that go on with runs of the step before; the rest was fresh. `served`: keys whose turn this is."""
 
     spec_ids: tuple[int, ...]
     portions: tuple[Portion, ...]
     carried: tuple[int, ...]
+    served: tuple[ReadyKey, ...]
 
 
 class MicroScheduler:
@@ -50,8 +52,7 @@ class MicroScheduler:
         self._policies = policies
         self._seniority = seniority
         self._candidates = Candidates(graph, engine, policies)
-        self._served: dict[ReadyKey, int] = {}
-        self._turn = 0
+        self._turns = Turns()
         self.limits = limits
         """May be replaced between two steps."""
 
@@ -69,6 +70,8 @@ class MicroScheduler:
             step, refused = self._engine.build(composed.portions)
             if step is not None:
                 failed.update(step.failed)
+                # Not earlier: rows that were declined do not cost the others of their key the turn.
+                self._turns.served(step.node, composed.served)
                 step.spec_ids, step.carried = composed.spec_ids, composed.carried
                 step.composed_ns = time.monotonic_ns()
                 return step, failed
@@ -81,6 +84,12 @@ class MicroScheduler:
                 reason = f"node {fresh.key.node} declined a step whose inputs were all there"
                 failed.update(dict.fromkeys(declined.intersection(fresh.rows), reason))
         return None, failed
+
+    def ended(self, step: Step) -> None:
+        """The device has ended with it."""
+        event = step.event
+        if event is not None and event.began_ns:
+            self._turns.ended(step.node, 1e-9 * (event.ended_ns - event.began_ns))
 
     def put_back(self, step: Step) -> None:
         """Rows and stream chunks of an abandoned step return to where they were taken from. Carried rows are in the
@@ -110,7 +119,6 @@ class MicroScheduler:
         if not keys:
             return None
         first, group = self._turn_of(keys)
-        self._turn += 1
         most = min(self.limits.max_rows, self._engine.max_rows(first.node))
         whole = [run for key in group for run in waiting if run.shares_as == key and not run.cut]
         cut = [run for run in waiting if run.cut and run.shares_as in group]
@@ -124,7 +132,7 @@ class MicroScheduler:
                 draft.spec_ids.append(armed.spec_id)
                 draft.add(armed.taken, len(rows))
                 ahead -= len(rows)
-                self._served[target.key] = self._turn
+                draft.served.append(target.key)
         for run in whole:
             if run.part is not None:
                 rows = run.rows[:ahead]
@@ -140,7 +148,7 @@ class MicroScheduler:
             self._add_chunks(draft, cut)
         if not draft.portions:
             return None
-        return Composed(tuple(draft.spec_ids), tuple(draft.portions), tuple(draft.carried))
+        return Composed(tuple(draft.spec_ids), tuple(draft.portions), tuple(draft.carried), tuple(draft.served))
 
     def _take(
         self, draft: _Draft, run: Run, rows: list[int], num_tokens: int, limits: np.ndarray | None = None
@@ -151,7 +159,7 @@ class MicroScheduler:
         else:
             taken = self._graph.take(run.key, rows)
         draft.add(taken, num_tokens, limits)
-        self._served[run.shares_as] = self._turn
+        draft.served.append(run.shares_as)
 
     def _whole_rows(self, run: Run, draft: _Draft, at_least: int) -> tuple[list[int], int]:
         """Rows from the head of the queue that fit, and their tokens. Rows of one token always fit; of the others
@@ -174,7 +182,8 @@ class MicroScheduler:
         if cost is not None and draft.portions:
             others = np.array([row for portion in draft.portions for row in portion.taken.rows], np.int64)
             contexts = int(self._engine.lengths(node, others).sum())
-        budget = ChunkBudget(self.limits.max_step_tokens, cost, draft.num_rows, draft.tokens, contexts)
+        waited_s = self._turns.waited_s(node)
+        budget = ChunkBudget(self.limits.max_step_tokens, cost, draft.num_rows, draft.tokens, contexts, waited_s)
         cuts = [Cuts(self._engine, run, self._policies[run.shares_as]) for run in runs]
         places = [(at, index) for at in range(len(runs)) for index in range(len(runs[at].rows))]
         order = self._seniority([runs[at].rows[index] for at, index in places])
@@ -192,7 +201,7 @@ class MicroScheduler:
         if len(keys) == 1:
             (first,) = keys
             return first, (first,)
-        in_order = sorted(keys, key=lambda key: (self._served.get(key, -1), key))
+        in_order = self._turns.in_order(keys)
         first, group = in_order[0], in_order[:1]
         for key in in_order[1:]:
             if all(self._share(key, other) for other in group):
@@ -215,7 +224,7 @@ class _Draft:
     """A step that is being put together. `rows` are left; `kept` of them are for the key whose turn it is.
     `num_rows` and `tokens` are in it."""
 
-    __slots__ = ("carried", "kept", "num_rows", "portions", "rows", "spec_ids", "tokens")
+    __slots__ = ("carried", "kept", "num_rows", "portions", "rows", "served", "spec_ids", "tokens")
 
     def __init__(self, rows: int, kept: int) -> None:
         self.rows = rows
@@ -225,6 +234,7 @@ class _Draft:
         self.spec_ids: list[int] = []
         self.portions: list[Portion] = []
         self.carried: list[int] = []
+        self.served: list[ReadyKey] = []
 
     def add(self, taken: TakenRows, num_tokens: int, limits: np.ndarray | None = None) -> None:
         self.portions.append(Portion(taken, limits))

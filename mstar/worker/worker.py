@@ -237,6 +237,7 @@ class Worker:
         event.wait()
         if cur.state is StepState.SUBMITTED:
             self._parts.engine.finish(cur)
+        self._parts.scheduler.ended(cur)
         self._parts.age.since_ns = 0 if behind is None else time.monotonic_ns()
         self._parts.age.step = behind
 

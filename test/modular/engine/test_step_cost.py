@@ -59,6 +59,25 @@ def test_beside_streams_a_chunk_ends_within_their_bound_or_is_the_least(
         assert _step_s(cost, rows, contexts, chunk + 1, start) >= allowed * (1 - 1e-9)
 
 
+@given(cost=costs, rows=st.integers(1, 64), start=st.integers(0, 6000), waited_s=st.floats(1e-6, 0.5))
+def test_streams_that_have_waited_for_other_nodes_have_no_more_beside_them_than_ends_within_their_bound(
+    cost: StepCost, rows: int, start: int, waited_s: float
+):
+    chunk = ChunkBudget(2048, cost, rows, rows, 0, waited_s).cut(start, 10_000, 1)
+    allowed = MIXED_STEP_FACTOR * (cost.decode_base_s + rows * cost.decode_row_s)
+    assert chunk == 0 or chunk >= MIN_TIMED_CHUNK
+    assert chunk == 0 or waited_s + _step_s(cost, rows, 0, chunk, start) <= allowed * (1 + 1e-9)
+    if chunk == 0:
+        assert waited_s + _step_s(cost, rows, 0, MIN_TIMED_CHUNK, start) >= allowed * (1 - 1e-9)
+
+
+def test_who_waits_for_nobody_gets_its_chunk_however_long_other_nodes_took():
+    assert ChunkBudget(2048, COST, 8, 8, 0, 10.0).cut(0, 10_000, 64) == 0
+    assert ChunkBudget(2048, COST, 0, 0, 0, 10.0).cut(0, 10_000, 64) == ChunkBudget(2048, COST, 0, 0, 0).cut(
+        0, 10_000, 64
+    )
+
+
 @given(cost=costs, start=st.integers(0, 6000))
 def test_alone_a_chunk_takes_a_tenth_of_a_second_or_has_128_tokens(cost: StepCost, start: int):
     chunk = ChunkBudget(2048, cost, 0, 0, 0).cut(start, 10_000, 1)

@@ -1,7 +1,7 @@
 """What the scheduler may put into a step, and that it goes on when a step cannot run."""
 
 import pytest
-from support.composite.declarations import CODES
+from support.composite.declarations import CODES, FLOW
 from support.composite.deployment import Composite, make_requests
 from support.composite.reference import NUM_CODES
 from support.instance import Tuning
@@ -9,6 +9,8 @@ from support.instance import Tuning
 from mstar.communication.messages import SamplingParams
 from mstar.engine.execution import AdmitOutcome
 from mstar.engine.submodule import StopDecision
+from mstar.graph.protocol import ReadyKey
+from mstar.worker.turns import Turns
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -116,3 +118,62 @@ def test_prompts_of_more_important_requests_are_computed_first(tiny, overlap):
     counters = instance.parts[0].counters
     assert (counters.num_prefill_tokens, counters.num_recomputed_tokens) == (200, 0)
     instance.close()
+
+
+def test_rows_that_are_declined_beside_others_do_not_cost_the_others_their_turn(tmp_path):
+    """A node without room for all its rows in one step has its turn with those that it takes."""
+    composite = Composite(tmp_path / "composite")
+    instance = composite.instance("one_worker", Tuning())
+    requests = make_requests(4, max_tokens=8)
+    engine = instance.parts[0].engine
+    build, events = engine.build, []
+
+    def one_of_flow(portions):
+        node = portions[0].taken.key.node
+        rows = [row for portion in portions for row in portion.taken.rows]
+        taken = node != FLOW or len(rows) == 1
+        events.append((node, taken))
+        return build(portions) if taken else (None, set(rows[1:]))
+
+    engine.build = one_of_flow
+    for index, request in enumerate(requests):
+        composite.submit(instance, f"r{index}", request)
+    instance.run()
+    for index, request in enumerate(requests):
+        composite.check(instance, f"r{index}", request)
+    declined = [index for index, event in enumerate(events) if event == (FLOW, False)]
+    assert len(declined) > 4
+    assert {events[index + 1] for index in declined} == {(FLOW, True)}
+    instance.close()
+
+
+def test_who_was_served_longest_ago_comes_first():
+    turns = Turns()
+    decode, prefill, encode = (ReadyKey(*key) for key in (("LLM", "decode"), ("LLM", "prefill"), ("Vision", "encode")))
+    assert turns.in_order([encode, prefill, decode]) == [decode, prefill, encode]
+    turns.served("LLM", [decode])
+    assert turns.in_order([encode, prefill, decode]) == [prefill, encode, decode]
+    turns.served("Vision", [encode])
+    turns.served("LLM", [decode, prefill])
+    assert turns.in_order([decode, encode]) == [encode, decode]
+
+
+def test_a_node_has_waited_for_the_steps_of_others_since_its_own():
+    turns = Turns()
+    assert turns.waited_s("LLM") == 0.0
+    turns.served("LLM", [])
+    turns.ended("LLM", 0.07)
+    turns.served("Vision", [])
+    assert turns.waited_s("LLM") == 0.0, "how long the other takes is not known yet"
+    turns.ended("Vision", 0.05)
+    turns.served("LLM", [])
+    turns.served("Vision", [])
+    turns.served("Vision", [])
+    assert turns.waited_s("LLM") == pytest.approx(0.10)
+    turns.ended("Vision", 0.02)
+    turns.served("Vision", [])
+    assert turns.waited_s("LLM") == pytest.approx(0.12)
+    assert turns.waited_s("Vision") == 0.0
+    turns.served("LLM", [])
+    assert turns.waited_s("LLM") == 0.0
+    assert turns.waited_s("Vision") == pytest.approx(0.07)
