@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ RESULTS = Path(__file__).parent / "results"
 def machine() -> dict[str, Any]:
     """What a number depends on besides the code."""
     return {
+        "commit": _commit(),
+        "cpu": _cpu(),
         "cores": current_platform.num_cores(),
         "arch": current_platform.arch(),
         "bf16": current_platform.has_bf16("cpu"),
@@ -29,6 +32,25 @@ def machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "mstar": mstar.__version__,
     }
+
+
+def _commit() -> str:
+    """Of the working tree; "+" behind it where files differ from it."""
+    git = ("git", "-C", str(RESULTS.parent.parent))
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def write_result(name: str, content: Mapping[str, Any]) -> Path:
