@@ -1,4 +1,4 @@
-"""`EncoderCache`: features of media, by digest, beyond the request that encoded them.
+"""`EncoderCache`: features of media, by digest and `cache_salt`, beyond the request that encoded them.
 
 Control plane (loop thread): which media are known, who uses them, what is thrown away. Data plane (executor): the
 feature tensors, kept by `complete`. A request is never refused or delayed by what is cached: its own features are in
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from mstar.communication.messages import MediaSpan
 from mstar.engine.layer_handles import PendingMedia
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction
+from mstar.engine.resources.page_keys import salted
 from mstar.engine.spec import EncoderCacheSpec
 from mstar.engine.step import EncodeStep, Rows
 
@@ -82,7 +84,10 @@ class EncoderCache(Resource[EncodeStep]):
     # control plane
 
     def introduce(self, handle: int, config: OpenConfig) -> None:
-        self._rows[handle] = _Row(config.media)
+        media, salt = config.media, config.cache_salt
+        if salt:
+            media = tuple(msgspec.structs.replace(span, digest=salted(span.digest, salt)) for span in media)
+        self._rows[handle] = _Row(media)
 
     def open(self, handle: int, config: OpenConfig) -> None:
         """What it needs of a request is known by then."""

@@ -33,9 +33,9 @@ class Rig:
         )  # fmt: skip
         self.media: dict[int, Sequence[tuple[int, int]]] = {}
 
-    def open(self, handle: int, *media: tuple[int, int]) -> None:
+    def open(self, handle: int, *media: tuple[int, int], salt: str = "") -> None:
         spans = tuple(MediaSpan(0, length, digest.to_bytes(4, "big"), (1, 1, length)) for digest, length in media)
-        self.cache.introduce(handle, OpenConfig(SamplingParams(), np.zeros(2, np.int32), 4, spans))
+        self.cache.introduce(handle, OpenConfig(SamplingParams(), np.zeros(2, np.int32), 4, spans, cache_salt=salt))
         self.media[handle] = media
 
     def context(self, *handles: int) -> tuple[Rows, StepContext]:
@@ -92,6 +92,17 @@ def test_equal_media_are_encoded_once_in_a_request_and_over_requests() -> None:
     rig.cache.close(0)
     rig.open(0, (3, 1), (1, 3))
     assert rig.encode(0) == []
+
+
+def test_media_are_shared_under_the_same_salt_only() -> None:
+    rig = Rig()
+    rig.open(0, (1, 3), (1, 3), salt="a")
+    assert rig.encode(0) == [1]
+    rig.open(1, (1, 3))
+    rig.open(2, (1, 3), salt="b")
+    assert rig.pending(1, 2) == [3, 3]
+    rig.open(3, (1, 3), salt="a")
+    assert rig.encode(3) == []
 
 
 def test_nothing_is_found_before_it_is_published() -> None:
