@@ -5,11 +5,12 @@ A cell may change how requests are computed, never what comes out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
 
-from support.instance import Tuning
+from support.instance import Instance, Result, Tuning
 
 UNLIMITED = 1 << 20
 
@@ -33,8 +34,20 @@ class Cell(NamedTuple):
         )
         return ", ".join(words)
 
-    def tuning(self, *, page_size: int, tiny_pages: int, host_bytes: int, max_seq_len: int, max_rows: int) -> Tuning:
-        """The cell for a model with one cache, `kv`. Steps run on a thread, as deployments run them on a CPU."""
+    def tuning(
+        self,
+        *,
+        page_size: int,
+        tiny_pages: int,
+        host_bytes: int | Mapping[str, int],
+        max_seq_len: int,
+        max_rows: int,
+        tiny_slots: Mapping[str, int] | None = None,
+    ) -> Tuning:
+        """The cell for a model with one cache, `kv`. Steps run on a thread, as deployments run them on a CPU. With
+        recurrent states `tiny_slots` are those of a tiny pool, and `host_bytes` are by key."""
+        hosts = {"kv": host_bytes} if isinstance(host_bytes, int) else dict(host_bytes)
+        slots = {"num_slots": dict(tiny_slots)} if self.tiny and tiny_slots else {}
         return Tuning(
             overlap=self.overlap,
             threaded=self.overlap,
@@ -42,7 +55,7 @@ class Cell(NamedTuple):
             max_step_tokens=self.chunk_pages * page_size or UNLIMITED,
             max_seq_len=max_seq_len,
             num_pages={"kv": tiny_pages} if self.tiny else {},
-            engine={"prefix_cache": self.prefix_cache, "host_bytes": {"kv": host_bytes} if self.offload else {}},
+            engine={"prefix_cache": self.prefix_cache, "host_bytes": hosts if self.offload else {}, **slots},
         )
 
 
@@ -64,3 +77,17 @@ def covering_cells(strength: int) -> list[Cell]:
 
 def _covered(cell: Cell, columns: Sequence[tuple[int, ...]]) -> set[tuple[tuple[int, ...], tuple[bool | int, ...]]]:
     return {(which, tuple(cell[i] for i in which)) for which in columns}
+
+
+def staggered(instance: Instance, submits: list[Callable[[], Result]], seed: int) -> list[Result]:
+    """The results of all, submitted at random moments of the run, not always one by one."""
+    rng = random.Random(seed)
+    results: list[Result] = []
+    waiting = submits[::-1]
+    while waiting:
+        count = min(rng.choice((1, 2, 8)), len(waiting))
+        results.extend(waiting.pop()() for _ in range(count))
+        for _ in range(rng.randint(0, 6)):
+            instance.tick()
+    instance.run()
+    return results

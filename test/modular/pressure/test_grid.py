@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from support.checkpoints import smollm2
 from support.composite.deployment import Composite, Request, make_requests
 from support.instance import Instance, Result, Tuning
-from support.pressure_grid import ALL_CELLS, BASELINE, Cell, covering_cells
+from support.pressure_grid import ALL_CELLS, BASELINE, Cell, covering_cells, staggered
 from support.smollm2_reference import Smollm2Reference
 from support.token_parity import Draw, TokenCase, assert_equal_tokens
 
@@ -51,20 +50,6 @@ class Case:
         return SamplingParams(
             temperature=self.draw.temperature, top_k=self.draw.top_k, seed=self.draw.seed, max_tokens=self.max_tokens
         )
-
-
-def staggered(instance: Instance, submits: list[Callable[[], Result]], seed: int) -> list[Result]:
-    """The results of all, submitted at random moments of the run, not always one by one."""
-    rng = random.Random(seed)
-    results: list[Result] = []
-    waiting = submits[::-1]
-    while waiting:
-        count = min(rng.choice((1, 2, 8)), len(waiting))
-        results.extend(waiting.pop()() for _ in range(count))
-        for _ in range(rng.randint(0, 6)):
-            instance.tick()
-    instance.run()
-    return results
 
 
 def assert_at_baseline(instance: Instance) -> None:
