@@ -12,7 +12,7 @@ import av
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mstar.model.base import ChatMessage, MediaPart, PreparedPrompt, PromptRequest
 from mstar.model.qwen3_5.config import MediaTokens
@@ -73,26 +73,29 @@ def one_thread() -> Iterator[None]:
 
 
 class MediaReference:
-    """transformers' model on the checkpoint in `directory`, dense or with experts, in fp32."""
+    """transformers' model on the checkpoint in `directory`, dense or with experts, in fp32. `tokens` None: of text
+    alone."""
 
-    def __init__(self, directory: Path, tokens: MediaTokens) -> None:
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    def __init__(self, directory: Path, tokens: MediaTokens | None) -> None:
+        kind = AutoModelForCausalLM if tokens is None else AutoModelForImageTextToText
+        self.model: Any = kind.from_pretrained(directory, dtype=torch.float32).eval()
         self.tokens = tokens
 
     def inputs(self, prompt: PreparedPrompt, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """Arguments of `generate` and `forward` for the prompt's media, and token ids that begin with the prompt's."""
         assert prompt.token_ids is not None
         own = torch.tensor(ids)
-        kinds = torch.zeros_like(own)
-        kinds[own == self.tokens.image] = 1
-        kinds[own == self.tokens.video] = 2
         given: dict[str, torch.Tensor] = {
             "input_ids": own[None],
             "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
-            "mm_token_type_ids": kinds[None].int(),
         }
         if not prompt.media:
             return given
+        assert self.tokens is not None
+        kinds = torch.zeros_like(own)
+        kinds[own == self.tokens.image] = 1
+        kinds[own == self.tokens.video] = 2
+        given["mm_token_type_ids"] = kinds[None].int()
         pixels = torch.from_numpy(prompt.inputs["pixels"]).float() / 127.5 - 1  # mean and deviation are a half
         pieces = pixels.split([span.length * MERGE**2 for span in prompt.media])
         for token, values, grids in (

@@ -23,8 +23,8 @@ from mstar.model.base import MediaPart, ModelSetup, PreparedPrompt, PromptReques
 from mstar.model.loader.checkpoint import resolve_checkpoint
 from mstar.model.loader.tokenizer_files import load_tokenizer
 from mstar.model.loader.tokenizer_writing import write_tokenizer
+from mstar.model.qwen3_5.model import Qwen35Model
 from mstar.model.qwen3_5.random_checkpoint import write_random_checkpoint
-from mstar.model.registry import build_model, find_card
 
 MAX_SEQ_LEN = 2048
 NAME = "qwen3_5"
@@ -76,13 +76,11 @@ class ServedQwen:
         write_random_checkpoint(size, self.checkpoint, seed=seed)
         loaded = resolve_checkpoint(str(self.checkpoint), cache_dir=directory)
         write_tokenizer(loaded, directory / "tokenizer")
-        self.model = build_model(
-            find_card("qwen3_5"), ModelSetup(loaded.config(), directory / "tokenizer", MAX_SEQ_LEN)
-        )
+        self.model = Qwen35Model(ModelSetup(loaded.config(), directory / "tokenizer", MAX_SEQ_LEN))
         self.stops = list(self.model.stop_token_ids())
         self._tokenizer = load_tokenizer(directory / "tokenizer")
         self.tokens = ResponseTokens(self._tokenizer, self.stops)
-        self.reference = MediaReference(self.checkpoint, self.model.config.media)  # type: ignore[attr-defined]
+        self.reference = MediaReference(self.checkpoint, self.model.config.media)
         self.prepare = cache(self._prepare)
         self.expected = cache(self._expected)
 
