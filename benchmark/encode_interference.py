@@ -4,7 +4,8 @@ Two engines in this process over the same weights, the real worker loop without 
 worker: one encodes images in steps (`scheduler.max_step_patches: auto`), the other each image in one. In each repeat
 some streams run, first alone, then beside requests with images, then beside a text prompt of as many tokens as one of
 those, which is cut into chunks; the last says what the chunking bound is here. A time between tokens is the time from
-one token of a stream to its next as the caller of the loop sees it, on the wall clock.
+one token of a stream to its next as the caller of the loop sees it: on the wall clock, and in CPU time of this process,
+of which less depends on what else the machine does.
 
 The time beside images is divided where their features are complete: `encoding` until then, `prefilling` from then to
 their first token. Images are decoded and resized before the clock runs.
@@ -61,10 +62,11 @@ class Shape:
 
 
 class Sample(NamedTuple):
-    """One repeat of one mode: seconds between tokens of all streams by phase, and how long the images' requests took to
-    the last one's first token."""
+    """One repeat of one mode: seconds between tokens of all streams by phase, and the same in CPU time; how long the
+    images' requests took to the last one's first token."""
 
     gaps: dict[str, list[float]]
+    cpu_gaps: dict[str, list[float]]
     ttft_s: float
 
 
@@ -89,32 +91,41 @@ def measure_once(instance: LocalInstance, shape: Shape, seed: int) -> Sample:
         instance, random_prompts(shape.streams, shape.stream_prompt, vocab_size, seed), shape.stream_tokens
     )
     streams.run(shape.warmup_tokens)
-    gaps = {"alone": streams.run(shape.alone_tokens)}
+    gaps: dict[str, list[float]] = {}
+    cpu_gaps: dict[str, list[float]] = {}
+
+    def take(phase: str) -> None:
+        gaps[phase], cpu_gaps[phase] = streams.gaps, streams.cpu_gaps
+        streams.gaps, streams.cpu_gaps = [], []
 
     def submit(prepared: Sequence[PreparedPrompt]) -> list[LocalRequest]:
-        streams.gaps = []
         return [instance.submit(one, SamplingParams(temperature=0.0, max_tokens=2)) for one in prepared]
 
-    def tick_until(reached: Callable[[], bool], requests: Sequence[LocalRequest]) -> list[float]:
+    def tick_until(reached: Callable[[], bool], requests: Sequence[LocalRequest]) -> None:
         while not reached():
             if failed := [request.failure for request in requests if request.failure is not None]:
                 raise RuntimeError(f"a request failed: {failed[0]}")
             streams.tick()
-        taken, streams.gaps = streams.gaps, []
-        return taken
 
+    streams.cpu_gaps = []
+    streams.run(shape.alone_tokens)
+    take("alone")
     before = parts.engine.gauges()[CACHED]
     begin = time.perf_counter()
     requests = submit(prompts)
-    gaps["encoding"] = tick_until(lambda: parts.engine.gauges()[CACHED] >= before + shape.images, requests)
-    gaps["prefilling"] = tick_until(lambda: all(one.tokens["token"] for one in requests), requests)
+    tick_until(lambda: parts.engine.gauges()[CACHED] >= before + shape.images, requests)
+    take("encoding")
+    tick_until(lambda: all(one.tokens["token"] for one in requests), requests)
     ttft_s = time.perf_counter() - begin
+    take("prefilling")
     streams.run(2)
+    streams.gaps, streams.cpu_gaps = [], []
     others = submit([PreparedPrompt(prompt) for prompt in text])
-    gaps["chunking"] = tick_until(lambda: bool(others[0].tokens["token"]), others)
-    gaps["chunking"] += streams.run(1)  # the step in which a prompt ended shows at the streams' token after it
+    tick_until(lambda: bool(others[0].tokens["token"]), others)
+    streams.tick()  # the step in which a prompt ended shows at the streams' token after it
+    take("chunking")
     streams.leave(*requests, *others)
-    return Sample(gaps, ttft_s)
+    return Sample(gaps, cpu_gaps, ttft_s)
 
 
 def compare(instances: Mapping[str, LocalInstance], shape: Shape, repeats: int) -> dict[str, list[Sample]]:
@@ -144,6 +155,9 @@ def summarize(samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
                     )
                     for percent in (50, 99)
                 }
+                entry[f"cpu_slowdown_{phase}_p99"] = spread(
+                    [_p(one.cpu_gaps[phase], 99) / _p(one.cpu_gaps["alone"], 99) for one in taken]
+                )
         report[mode] = entry
     pairs = list(zip(samples["stepwise"], samples["whole"], strict=True))
     report["gain_p99"] = spread([_p(_beside(whole), 99) / _p(_beside(cut), 99) for cut, whole in pairs])
@@ -165,8 +179,11 @@ def report_text(report: Mapping[str, Any]) -> str:
             lines.append(f"  {mode:<30}" + "".join(f"{cell:>20}" for cell in shown))
         slow = entry["stepwise"]["slowdown_encoding"]["p99"]
         lines.append(
-            f"  stepwise p99 {slow['median']:.2f} times as long as alone ({slow['min']:.2f} to {slow['max']:.2f}); "
-            f"whole images take {entry['gain_p99']['median']:.1f} times as long as that; first token "
+            f"  stepwise p99 {slow['median']:.2f} times as long as alone ({slow['min']:.2f} to {slow['max']:.2f}), "
+            f"{entry['stepwise']['cpu_slowdown_encoding_p99']['median']:.2f} times in CPU time"
+        )
+        lines.append(
+            f"  whole images take {entry['gain_p99']['median']:.1f} times as long as that; first token "
             f"{entry['ttft_stepwise_to_whole']['median']:.2f} times as late; beside images p99 is "
             f"{entry['images_to_text_p99']['median']:.2f} times that beside a text prompt"
         )

@@ -65,8 +65,11 @@ class Streams:
         self._requests = [instance.submit(PreparedPrompt(prompt), sampling) for prompt in prompts]
         self._seen = [0] * len(self._requests)
         self._at = [0.0] * len(self._requests)
+        self._cpu_at = list(self._at)
         self.gaps: list[float] = []
         """Seconds between tokens since it was last emptied."""
+        self.cpu_gaps: list[float] = []
+        """The same in CPU time of this process."""
 
     @property
     def least_tokens(self) -> int:
@@ -75,15 +78,17 @@ class Streams:
     def tick(self) -> float:
         """One tick of the loop; returns when it ended."""
         self._instance.tick()
-        now = time.perf_counter()
+        now, cpu_now = time.perf_counter(), time.process_time()
         for index, request in enumerate(self._requests):
             if request.failure is not None or request.finished:
                 raise RuntimeError(f"a stream ended while it was measured: {request.failure or 'too few tokens'}")
             count = len(request.tokens["token"])
             if count > self._seen[index]:
                 if self._seen[index]:
-                    self.gaps.append((now - self._at[index]) / (count - self._seen[index]))
-                self._seen[index], self._at[index] = count, now
+                    more = count - self._seen[index]
+                    self.gaps.append((now - self._at[index]) / more)
+                    self.cpu_gaps.append((cpu_now - self._cpu_at[index]) / more)
+                self._seen[index], self._at[index], self._cpu_at[index] = count, now, cpu_now
         return now
 
     def run(self, num_tokens: int) -> list[float]:

@@ -67,6 +67,7 @@ def test_streams_go_on_beside_images_of_several_steps(instances):
     assert len(cut.gaps["encoding"]) >= SHAPE.streams * 12 > 4 * len(whole.gaps["encoding"])
     assert all(min(sample.gaps[phase]) > 0 for sample in (cut, whole) for phase in PHASES if sample.gaps[phase])
     assert cut.gaps["chunking"] and whole.gaps["chunking"]
+    assert {phase: len(gaps) for phase, gaps in cut.gaps.items()} == {p: len(gaps) for p, gaps in cut.cpu_gaps.items()}
 
 
 def test_each_mode_is_measured_in_every_repeat_and_nothing_is_left_behind(instances):
@@ -85,11 +86,13 @@ def test_each_mode_is_measured_in_every_repeat_and_nothing_is_left_behind(instan
 
 def test_ratios_by_hand():
     def sample(encoding, prefilling, ttft_s):
-        return Sample({"alone": [0.1] * 9, "encoding": encoding, "prefilling": prefilling, "chunking": [0.2]}, ttft_s)
+        gaps = {"alone": [0.1] * 9, "encoding": encoding, "prefilling": prefilling, "chunking": [0.2]}
+        return Sample(gaps, gaps | {"alone": [0.05] * 9}, ttft_s)
 
     cut, whole = sample([0.25, 0.25], [0.2], 2.0), sample([], [0.9], 1.0)
     found = summarize({"stepwise": [cut], "whole": [whole]})
     assert found["stepwise"]["slowdown_encoding"]["p99"]["median"] == pytest.approx(2.5)
+    assert found["stepwise"]["cpu_slowdown_encoding_p99"]["median"] == pytest.approx(5)
     assert found["stepwise"]["itl_chunking_ms"]["p50"]["median"] == pytest.approx(200)
     assert "itl_encoding_ms" not in found["whole"], "a single step may show after its end only"
     assert found["gain_p99"]["median"] == pytest.approx(0.9 / 0.25)
