@@ -155,9 +155,9 @@ class PreprocessPool:
             case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata, media=media, opens_reasoning=opens):
                 arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
                 return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media, opens)
-            case PromptRefused(message=message, field=field):
+            case PromptRefused(message=message, field=field, code=code):
                 param = field or ("messages" if prompt.kind == "chat" else "prompt")
-                raise RefusedError(Failure(400, "invalid_prompt", message, param=param))
+                raise RefusedError(Failure(400, code, message, param=param))
             case PromptFailed(message=message):
                 raise RefusedError(Failure(500, "preprocess_failed", f"The prompt could not be prepared: {message}"))
             case other:

@@ -54,10 +54,12 @@ class PromptDone(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class PromptRefused(msgspec.Struct, tag=True, frozen=True):
-    """Process → front: the request is at fault; the message is for the client. `field`: empty for the prompt itself."""
+    """Process → front: the request is at fault; the message is for the client. `field`: empty for the prompt itself.
+    `code`: of the API's error."""
 
     message: str
     field: str = ""
+    code: str = "invalid_prompt"
 
 
 class PromptFailed(msgspec.Struct, tag=True, frozen=True):

@@ -39,6 +39,7 @@ from mstar.model.base import (
     ModelSetup,
     PromptFieldError,
     PromptRequest,
+    PromptTooLongError,
 )
 from mstar.model.registry import build_model
 from mstar.process_log import configure_log
@@ -85,6 +86,8 @@ def run_job(model: Model, job: PromptJob) -> Reply:
         )
     except PromptFieldError as error:
         return PromptRefused(str(error), error.field)
+    except PromptTooLongError as error:
+        return PromptRefused(str(error), code="context_length_exceeded")
     except ValueError as error:
         return PromptRefused(str(error))
     except Exception as error:

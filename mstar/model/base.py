@@ -85,6 +85,10 @@ class PromptFieldError(ValueError):
         self.field = field
 
 
+class PromptTooLongError(ValueError):
+    """A prompt has more tokens than the context has room for, which is known before all of it is made."""
+
+
 class Markers(NamedTuple):
     """Texts that enclose a part of an answer."""
 

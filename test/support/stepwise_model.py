@@ -27,6 +27,7 @@ from mstar.model.base import (
     PartitionState,
     PreparedPrompt,
     PromptRequest,
+    PromptTooLongError,
     WalkStep,
 )
 from mstar.streaming.chunk_policy import fixed
@@ -83,6 +84,8 @@ class StepwiseModel(Model):
         match request.text:
             case "refuse":
                 raise ValueError("this text is refused\nin two lines")
+            case "too long":
+                raise PromptTooLongError("5 tokens, more than the context of 4")
             case "bug":
                 raise KeyError("a bug")
             case "exit":

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps
 
-from mstar.model.qwen3_5.media_rules import MediaError, MediaRules, Size
+from mstar.model.qwen3_5.media_rules import MediaError, MediaRules, MediaTooLongError, Size
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 UNKNOWN = f"an image could not be recognized; {', '.join(FORMATS)} are read"
@@ -91,9 +91,9 @@ def opened_image(data: bytes, unknown: str = UNKNOWN) -> Iterator[Image.Image]:
 
 
 def check_tokens(num_tokens: int, max_tokens: int, what: str) -> None:
-    """Raises `MediaError`: it alone would fill the context."""
+    """Raises `MediaTooLongError`: it alone would fill the context."""
     if num_tokens > max_tokens:
-        raise MediaError(f"{what} makes {num_tokens} tokens, more than the context of {max_tokens}")
+        raise MediaTooLongError(f"{what} makes {num_tokens} tokens, more than the context of {max_tokens}")
 
 
 def resized(image: Image.Image, size: Size) -> np.ndarray:

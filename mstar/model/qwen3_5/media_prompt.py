@@ -15,7 +15,7 @@ import numpy as np
 from mstar.model.base import ChatMessage, MediaPart, MediaSpan
 from mstar.model.qwen3_5.config import MediaTokens
 from mstar.model.qwen3_5.image_processing import Patches, read_image
-from mstar.model.qwen3_5.media_rules import MediaRules
+from mstar.model.qwen3_5.media_rules import MediaRules, MediaTooLongError
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -65,6 +65,7 @@ class MediaPrompts:
         its frame groups, each behind the time when it is shown.
 
         Raises:
+            MediaTooLongError: the media do not fit into the context.
             ValueError: media that cannot be read, or a text whose placeholders are not those of the media.
         """
         places = _PLACEHOLDER.findall(text)
@@ -75,18 +76,22 @@ class MediaPrompts:
             )
         pieces: list[str] = []
         items: list[_Item] = []
+        num_tokens = 0
         for part in media:
             if part.kind == "image":
                 patches = read_image(part.data, self._rules, self._max_tokens)
-                item = self._item(self._tokens.image, patches)
-                items.append(item)
-                pieces.append(IMAGE * item.tokens)
+                read = [self._item(self._tokens.image, patches)]
+                text_of_media = IMAGE * read[0].tokens
             else:
-                text_of_video, groups = self._video(part.data)
-                items += groups
-                pieces.append(text_of_video)
-            if sum(item.tokens for item in items) > self._max_tokens:
-                raise ValueError(f"the media of this prompt do not fit into the context of {self._max_tokens} tokens")
+                text_of_media, read = self._video(part.data)
+            items += read
+            pieces.append(text_of_media)
+            num_tokens += sum(item.tokens for item in read)
+            if num_tokens > self._max_tokens:
+                raise MediaTooLongError(
+                    f"the media of this prompt do not fit into the context of {self._max_tokens} tokens: "
+                    f"they make at least {num_tokens}"
+                )
         replacement = iter(pieces)
         ids = np.asarray(encode(_PLACEHOLDER.sub(lambda _: next(replacement), text)), np.int32)
         spans = tuple(self._placed(ids, items))

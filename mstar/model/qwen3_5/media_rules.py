@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mstar.model.base import PromptTooLongError
+
 MAX_ASPECT_RATIO = 200
 
 
 class MediaError(ValueError):
     """Media that cannot be used; the message is meant for the client."""
+
+
+class MediaTooLongError(MediaError, PromptTooLongError):
+    """Media that make more tokens than the context has room for."""
 
 
 class Size(NamedTuple):

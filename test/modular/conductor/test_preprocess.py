@@ -80,6 +80,9 @@ def test_a_refusal_is_the_clients_and_a_bug_is_ours():
         refused = await failure_of(pool, "refuse")
         assert (refused.status, refused.param) == (400, "prompt")
         assert refused.message == "this text is refused\nin two lines"
+        assert refused.code == "invalid_prompt"
+        too_long = await failure_of(pool, "too long")
+        assert (too_long.status, too_long.code, too_long.param) == (400, "context_length_exceeded", "prompt")
         bug = await failure_of(pool, "bug")
         assert bug.status == 500 and "KeyError" in bug.message
         assert pool.num_replaced == 0

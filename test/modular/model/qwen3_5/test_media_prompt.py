@@ -11,7 +11,7 @@ from support.qwen3_5_media import animation, chat, picture
 from tokenizers import Tokenizer
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from mstar.model.base import ChatMessage, MediaPart, ModelSetup, PromptRequest
+from mstar.model.base import ChatMessage, MediaPart, ModelSetup, PromptRequest, PromptTooLongError
 from mstar.model.loader.checkpoint import resolve_checkpoint
 from mstar.model.loader.tokenizer_writing import write_tokenizer
 from mstar.model.qwen3_5.image_processing import read_image
@@ -134,8 +134,11 @@ def test_media_that_together_fill_the_context_are_refused(model: Qwen35Model, di
     tokens = model.process_prompt(chat(("image", RED))).media[0].length
     small = build(directory, "tiny", 2 * tokens)
     small.process_prompt(chat(("image", RED), ("image", BLUE)))
-    with pytest.raises(ValueError, match="do not fit into the context"):
+    said = f"do not fit into the context of {2 * tokens} tokens: they make at least {3 * tokens}"
+    with pytest.raises(PromptTooLongError, match=said):
         small.process_prompt(chat(("image", RED), ("image", BLUE), ("image", RED)))
+    with pytest.raises(PromptTooLongError, match="more than the context"):
+        build(directory, "tiny", tokens - 1).process_prompt(chat(("image", RED)))
 
 
 def test_a_model_that_reads_text_only_refuses_media(directory) -> None:
