@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from mstar import envs
+from mstar.cli.targets import config_for
 from mstar.communication.messages import SamplingParams
 from mstar.config.load import config_from_mapping
 from mstar.launch.deployment import Deployment, resolve_deployment
@@ -53,6 +54,18 @@ def open_smollm2(threads: int, max_rows: int, max_seq_len: int, overrides: Seque
     if found is None:
         raise RuntimeError("neither the checkpoint nor random weights can be used")
     return found
+
+
+def open_target(
+    target: str, threads: int, max_rows: int, max_seq_len: int, overrides: Sequence[str] = ()
+) -> Deployment:
+    """As `open_smollm2`, of anything that `mstar serve` takes."""
+    if target == "smollm2":
+        return open_smollm2(threads, max_rows, max_seq_len, overrides)
+    sizes = [f"num_threads={threads}", f"max_seq_len={max_seq_len}", f"scheduler.max_rows={max_rows}"]
+    pages = max_rows * -(-max_seq_len // 64) + 1
+    config = config_for(target, [*sizes, f"resources.kv.num_pages={pages}", *overrides])
+    return resolve_deployment(config, cache_dir=envs.CACHE_DIR.get())
 
 
 def random_prompts(num_prompts: int, num_tokens: int, vocab_size: int, seed: int) -> np.ndarray:

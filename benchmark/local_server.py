@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 
 
 class Answer(NamedTuple):
-    """`ttft_s`: from sending the request to the first piece of text; `seconds`: to the end of the stream."""
+    """`text` without what was thought. `ttft_s`: from sending the request to the first piece of either; `seconds`: to
+    the end of the stream."""
 
     text: str
     prompt_tokens: int
@@ -50,10 +51,15 @@ class LocalServer:
         Raises:
             RuntimeError: the server refused it or failed.
         """
+        return self._stream("/v1/chat/completions", {"messages": list(messages), "max_tokens": max_tokens, **fields})
+
+    def complete(self, token_ids: Sequence[int], max_tokens: int, **fields: Any) -> Answer:
+        """The same of a prompt that is tokens already."""
+        return self._stream("/v1/completions", {"prompt": list(token_ids), "max_tokens": max_tokens, **fields})
+
+    def _stream(self, path: str, fields: Mapping[str, Any]) -> Answer:
         body = {
             "model": self._model,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
             "stream": True,
@@ -61,7 +67,7 @@ class LocalServer:
             **fields,
         }
         begin = time.perf_counter()
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = self._connection.getresponse()
         if response.status != http.client.OK:
             raise RuntimeError(f"HTTP {response.status}: {response.read().decode()}")
@@ -77,8 +83,11 @@ class LocalServer:
                 raise RuntimeError(f"the stream ended with an error: {event['error']}")
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
-                if text := choice["delta"].get("content"):
+                delta = choice.get("delta", choice)
+                text = delta.get("content") or delta.get("text")
+                if text or delta.get("reasoning_content"):
                     first = first or time.perf_counter()
+                if text:
                     pieces.append(text)
         end = time.perf_counter()
         if usage is None:

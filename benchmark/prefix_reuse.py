@@ -1,11 +1,12 @@
 """What the prefix cache saves and what it costs: `python -m benchmark.prefix_reuse`.
 
-Three parts, each with its goals (`--parts` chooses):
+Parts, each with its goals (`--parts` chooses):
 
 - `chats`: conversations with one system prompt, one request after another, through a real server. A token of a prompt
   is *reusable* when its page is full and an earlier prompt had the same tokens up to the end of that page; reported is
   the share of reusable tokens that the server says came from its cache. With each request, prompt tokens less cached
   ones are compared with the growth of `mstar_prefill_tokens_computed_total`.
+- `repeated`, `shared`: what the same server finds of a prompt that comes again, and of a beginning that several share.
 - `ttft`: time to the first token, at the client of the same server, of a prompt that was never there and of the same
   prompt again. Wall clock; nearly all of it is waiting for the forward.
 - `overhead`: tokens per second of prompts that have nothing in common, cache on against cache off. Two engines in this
@@ -25,8 +26,15 @@ import numpy as np
 import torch
 import typer
 
-from benchmark.local_decode import open_smollm2, random_prompts
+from benchmark.local_decode import open_target, random_prompts
 from benchmark.local_server import LocalServer, serving
+from benchmark.prefix_probes import (
+    REPEATED_LENGTHS,
+    ask_repeated,
+    ask_shared,
+    summarize_repeated,
+    summarize_shared,
+)
 from benchmark.results import load_average, machine, spread, write_result
 from mstar import envs
 from mstar.bench.prompts import of_words
@@ -36,7 +44,7 @@ from mstar.launch.deployment import resolve_deployment
 from mstar.launch.local import LocalInstance
 from mstar.model.base import ChatMessage, Model, PreparedPrompt, PromptRequest
 
-LEAST_SHARE = 0.95
+LEAST_SHARE = 0.97
 MOST_TTFT = 0.5
 MOST_COST = 0.02
 PAGE = 64
@@ -44,7 +52,8 @@ SETTLE_S = 0.35
 """After this a worker's gauges are newer than the answer: a heartbeat is due every 0.25 s."""
 COMPUTED = "mstar_prefill_tokens_computed_total"
 STEP_TOKENS = 1024
-PARTS = ("chats", "ttft", "overhead")
+SERVED_PARTS = ("chats", "repeated", "shared", "ttft")
+PARTS = (*SERVED_PARTS, "overhead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +79,17 @@ class Exchange(NamedTuple):
 class Prompter:
     """Text of about so many tokens, and the tokens of a chat, by the model's own tokenizer."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, variables: Mapping[str, Any] | None = None) -> None:
+        """`variables`: of the chat template, as the server is asked with."""
         self._model = model
+        self.variables = variables or {}
         sample = of_words(400, seed=0)(0).text()
         self._tokens_per_word = self._count([{"role": "user", "content": sample}]) / 400
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of a request to the server, beside messages."""
+        return {"chat_template_kwargs": dict(self.variables)} if self.variables else {}
 
     def text(self, num_tokens: int, seed: int) -> str:
         return of_words(max(1, round(num_tokens / self._tokens_per_word)), seed)(0).text()
@@ -81,7 +97,7 @@ class Prompter:
     def ids(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
         """int32 [tokens]"""
         turns = tuple(ChatMessage(turn["role"], turn["content"]) for turn in messages)
-        ids = self._model.process_prompt(PromptRequest("chat", turns)).token_ids
+        ids = self._model.process_prompt(PromptRequest("chat", turns, template_variables=self.variables)).token_ids
         assert ids is not None
         return ids
 
@@ -101,7 +117,8 @@ def reusable_tokens(prompt: np.ndarray, earlier: Sequence[np.ndarray], page: int
 
 
 def run_chats(server: LocalServer, prompter: Prompter, chats: Chats) -> list[Exchange]:
-    """Every turn of every conversation, round by round: the first turn of each, then the second of each, ..."""
+    """Every turn of every conversation, round by round: the first turn of each, then the second of each, ... Where a
+    reply shows nothing, as one of random weights may, as many words stand for it."""
     system = {"role": "system", "content": prompter.text(chats.system_tokens, seed=1)}
     histories = [[system] for _ in range(chats.conversations)]
     exchanges: list[Exchange] = []
@@ -111,13 +128,14 @@ def run_chats(server: LocalServer, prompter: Prompter, chats: Chats) -> list[Exc
         for index, history in enumerate(histories):
             seed = 1000 + turn * chats.conversations + index
             history.append({"role": "user", "content": prompter.text(chats.turn_tokens, seed)})
-            answer = server.chat(history, chats.reply_tokens)
+            answer = server.chat(history, chats.reply_tokens, **prompter.fields)
             time.sleep(SETTLE_S)
             before, computed = computed, server.metrics()[COMPUTED]
             exchanges.append(
                 Exchange(prompter.ids(history), answer.prompt_tokens, answer.cached_tokens, computed - before)
             )
-            history.append({"role": "assistant", "content": answer.text})
+            reply = answer.text if answer.text.strip() else prompter.text(chats.reply_tokens, seed + 500)
+            history.append({"role": "assistant", "content": reply})
     return exchanges
 
 
@@ -149,8 +167,8 @@ def run_ttft(server: LocalServer, prompter: Prompter, num_tokens: int, repeats: 
     warm: list[float] = []
     for repeat in range(repeats):
         messages = [{"role": "user", "content": prompter.text(num_tokens, seed=5000 + repeat)}]
-        cold.append(server.chat(messages, 2).ttft_s)
-        warm.append(server.chat(messages, 2).ttft_s)
+        cold.append(server.chat(messages, 2, **prompter.fields).ttft_s)
+        warm.append(server.chat(messages, 2, **prompter.fields).ttft_s)
     ratio = spread([again / first for again, first in zip(warm, cold, strict=True)])
     return {
         "prompt_tokens": num_tokens,
@@ -225,21 +243,31 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 
 def measure_served(
-    target: str, overrides: Sequence[str], chats: Chats, repeats: int, parts: Sequence[str]
+    target: str,
+    overrides: Sequence[str],
+    chats: Chats,
+    repeats: int,
+    parts: Sequence[str],
+    variables: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The parts that need a server, on one."""
     model = resolve_deployment(config_for(target, overrides), cache_dir=envs.CACHE_DIR.get()).model()
-    prompter = Prompter(model)
+    prompter = Prompter(model, variables)
     found: dict[str, Any] = {}
     with serving(target, overrides) as server:
         if "ttft" in parts:
             found["ttft"] = run_ttft(server, prompter, chats.system_tokens, repeats)
         if "chats" in parts:
             found["chats"] = summarize_chats(run_chats(server, prompter, chats), PAGE)
+        if "repeated" in parts:
+            asked = ask_repeated(server, model.vocab_size(), PAGE, REPEATED_LENGTHS)
+            found["repeated"] = summarize_repeated(asked, PAGE)
+        if "shared" in parts:
+            found["shared"] = summarize_shared(ask_shared(server, model.vocab_size(), PAGE))
     return found
 
 
-def measure_overhead(threads: int, repeats: int) -> dict[str, Any]:
+def measure_overhead(target: str, threads: int, repeats: int) -> dict[str, Any]:
     """Sixteen requests at once, 256 tokens in, 32 out: prompts weigh much, so keys, look-ups and sealing do."""
     requests, input_tokens, output_tokens = 16, 256, 32
     torch.set_num_threads(threads)
@@ -248,7 +276,9 @@ def measure_overhead(threads: int, repeats: int) -> dict[str, Any]:
     equal = f"scheduler.max_step_tokens={STEP_TOKENS}"
     on, off = (
         LocalInstance(
-            open_smollm2(threads, requests, input_tokens + output_tokens, [equal, f"prefix_cache.enabled={word}"])
+            open_target(
+                target, threads, requests, input_tokens + output_tokens, [equal, f"prefix_cache.enabled={word}"]
+            )
         )
         for word in ("true", "false")
     )
@@ -260,14 +290,19 @@ def measure_overhead(threads: int, repeats: int) -> dict[str, Any]:
 
 
 def main(
-    target: Annotated[str, typer.Argument(help="As for mstar serve; of chats and ttft.")] = "smollm2",
+    target: Annotated[str, typer.Argument(help="As for mstar serve.")] = "smollm2",
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
-    parts: Annotated[str, typer.Option(help="Which of chats, ttft and overhead.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help="Which of the parts.")] = ",".join(PARTS),
     repeats: Annotated[int, typer.Option(min=1, help="Of ttft and overhead.")] = 5,
     conversations: Annotated[int, typer.Option(min=1)] = 10,
     turns: Annotated[int, typer.Option(min=1)] = 6,
     reply_tokens: Annotated[int, typer.Option(min=1)] = 80,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a forward, for overhead.")] = 2,
+    variables: Annotated[
+        str,
+        typer.Option("--template", metavar="JSON", help='Variables of the chat template: {"enable_thinking": false}.'),
+    ] = "{}",
+    name: Annotated[str, typer.Option(help="Of the file of results.")] = "prefix_reuse",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Exit code 1 if a goal is missed."""
@@ -276,11 +311,11 @@ def main(
         raise typer.BadParameter(f"there is no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     chats = Chats(conversations=conversations, turns=turns, reply_tokens=reply_tokens)
     report: dict[str, Any] = {"machine": machine(), "load_before": load_average(), "target": target}
-    if {"chats", "ttft"}.intersection(chosen):
-        report |= measure_served(target, overrides or [], chats, repeats, chosen)
+    if set(SERVED_PARTS).intersection(chosen):
+        report |= measure_served(target, overrides or [], chats, repeats, chosen, json.loads(variables))
     if "overhead" in chosen:
-        report["overhead"] = measure_overhead(threads, repeats)
-    write_result("prefix_reuse", report)
+        report["overhead"] = measure_overhead(target, threads, repeats)
+    write_result(name, report)
     print(json.dumps(report) if as_json else report_text(report))
     met = all(met for part in PARTS if part in report for met in report[part]["goals"].values())
     raise typer.Exit(0 if met else 1)

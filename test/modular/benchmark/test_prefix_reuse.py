@@ -6,6 +6,14 @@ import torch
 from support.checkpoints import tiny_llama, write_directory
 
 from benchmark.local_server import serving
+from benchmark.prefix_probes import (
+    Asked,
+    ask_repeated,
+    ask_shared,
+    before_last,
+    summarize_repeated,
+    summarize_shared,
+)
 from benchmark.prefix_reuse import (
     PAGE,
     Chats,
@@ -23,8 +31,10 @@ from benchmark.prefix_reuse import (
 from mstar.cli.targets import config_for
 from mstar.launch.deployment import resolve_deployment
 from mstar.launch.local import LocalInstance
+from mstar.model.registry import find_card, write_random_checkpoint
 
 SMALL = ["dtype=float32", "max_seq_len=1024", "scheduler.max_rows=4", "resources.kv.num_pages=80", "num_threads=1"]
+MESSAGES = [{"role": "user", "content": "a b c"}]
 CHATS = Chats(conversations=2, turns=2, system_tokens=200, turn_tokens=40, reply_tokens=4)
 
 
@@ -116,3 +126,42 @@ def test_overhead_by_hand():
     assert found["cost_of_wall_time"]["median"] == pytest.approx(0.03)
     assert found["more_loop_cpu_of_wall_time"]["median"] == pytest.approx(0.0055)
     assert list(found["goals"].values()) == [True, False]
+
+
+# a model with recurrent states
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hybrid") / "model"
+    write_random_checkpoint(find_card("qwen3_5"), "tiny", path, seed=5)
+    return str(path)
+
+
+def test_a_hybrid_model_with_random_weights_is_measured_as_any(hybrid, tmp_path):
+    settings = ["dtype=float32", "max_seq_len=1024", "scheduler.max_rows=4", "num_threads=1"]
+    model = resolve_deployment(config_for(hybrid, settings), cache_dir=tmp_path).model()
+    prompter = Prompter(model, {"enable_thinking": False})
+    assert len(Prompter(model).ids(MESSAGES)) < len(prompter.ids(MESSAGES)), "thinking is closed in the prompt"
+    with serving(hybrid, settings) as server:
+        repeated = ask_repeated(server, model.vocab_size(), PAGE, (300, 64))
+        shared = ask_shared(server, model.vocab_size(), PAGE)
+        exchanges = run_chats(server, prompter, CHATS)
+        times = run_ttft(server, Prompter(model), 100, repeats=1)
+    assert repeated == [Asked(300, 256, 256), Asked(64, 0, 0)]
+    assert [one.cached for one in shared] == [0, 0, 576, 576, 576]
+    assert [len(one.prompt_ids) for one in exchanges] == [one.prompt_tokens for one in exchanges]
+    assert list(summarize_chats(exchanges, PAGE)["goals"].values())[1]
+    assert times["cold_ms"]["median"] > 0, "what is thought counts as the first piece"
+    found = {"repeated": summarize_repeated(repeated, PAGE), "shared": summarize_shared(shared)}
+    assert all(met for part in found.values() for met in part["goals"].values())
+    assert "cached of 300" in report_text(found)
+
+
+def test_probes_by_hand():
+    assert [before_last(count, 64) for count in (1, 64, 65, 300)] == [0, 0, 64, 256]
+    found = summarize_repeated([Asked(300, 192, 256), Asked(65, 64, 64)], 64)
+    assert (found["most computed again"], list(found["goals"].values())) == (108, [False, False])
+    third = [Asked(700, 0, 0), Asked(700, 0, 576), Asked(700, 576, 576)]
+    assert list(summarize_shared(third)["goals"].values()) == [True]
+    assert list(summarize_shared([*third, Asked(700, 512, 576)])["goals"].values()) == [False]
