@@ -55,12 +55,10 @@ class VisionAttention(nn.Module):
         self.qkv = Linear(c.hidden_size, 3 * c.hidden_size, bias=True, dtype=dtype, device=device)
         self.proj = Linear(c.hidden_size, c.hidden_size, bias=True, dtype=dtype, device=device)
 
-    def project(self, x: Tensor, segments: Segments, begin: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the patches from `begin` on, each `[patches, heads, head_dim]`; the first two
-        rotated."""
+    def project(self, x: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each `[patches, heads, head_dim]`; the first two rotated."""
         qkv = self.qkv(x)
-        places = segments.places[begin : begin + x.shape[0]]
-        rotate(qkv, places, segments.cos, segments.sin, num_heads=2 * self.num_heads, head_dim=self.head_dim)
+        rotate(qkv, segments.places, segments.cos, segments.sin, num_heads=2 * self.num_heads, head_dim=self.head_dim)
         q, k, v = qkv.view(x.shape[0], 3, self.num_heads, self.head_dim).unbind(1)
         return q, k, v
 
@@ -169,15 +167,18 @@ class VisionTower(nn.Module):
         self.scale = (1 / torch.tensor(std)).repeat_interleave(values) / 255
         self.offset = -(torch.tensor(mean) / torch.tensor(std)).repeat_interleave(values)
 
-    def embed(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """`[patches, hidden]` of `pixels` uint8 `[patches, values]`, where the media with `grids` follow each other."""
-        patches = torch.addcmul(self.offset, pixels.float(), self.scale)
+    def embed(self, pixels: Tensor, grids: Sequence[Grid], begin: int = 0, end: int | None = None) -> Tensor:
+        """`[patches, hidden]` of `pixels` uint8 `[patches, values]`, where the media with `grids` follow each other: of
+        all patches, or of `begin:end`."""
+        rows = slice(begin, end)
+        patches = torch.addcmul(self.offset, pixels[rows].float(), self.scale)
         x = self.patch_embed(patches.to(self.dtype))
-        return x.add_(torch.cat([self._positions(grid) for grid in grids]).to(x.dtype))
+        source = torch.cat([self._grid_places(grid) for grid in grids])
+        return x.add_(self._positions(source[rows]).to(x.dtype))
 
-    def segments(self, grids: Sequence[Grid]) -> Segments:
-        """For the patches of media with these grids, one after the other."""
-        places = torch.cat([patch_places(*grid, self.config.spatial_merge_size) for grid in grids])  # [patches, 2]
+    def segments(self, grids: Sequence[Grid], begin: int = 0, end: int | None = None) -> Segments:
+        """For the patches of media with these grids, one after the other, of which `begin:end` are rotated."""
+        places = torch.cat([patch_places(*grid, self.config.spatial_merge_size) for grid in grids])[begin:end]
         angles = (places[:, :, None] * self.frequencies).flatten(1)  # rows' frequencies, then columns'
         lengths = tuple(height * width for times, height, width in grids for _ in range(times))
         order = torch.arange(angles.shape[0], dtype=torch.int32)
@@ -189,9 +190,38 @@ class VisionTower(nn.Module):
             x = self.blocks[index](x, segments)
         return x
 
+    def embed_part(self, state: Tensor | None, pixels: Tensor, grids: Sequence[Grid], part: Part) -> Tensor:
+        """`[patches, hidden]`, of which those before `part.end` are there. `state`: that of the part before it."""
+        x = self.embed(pixels, grids, part.begin, part.end)
+        whole = x.new_empty(pixels.shape[0], x.shape[1]) if state is None else state.clone()
+        whole[part.begin : part.end] = x
+        return whole
+
+    def merge_part(self, state: Tensor, part: Part) -> Tensor:
+        """`state`: the patches, `[patches, hidden]`, or what the part before this one made of them: the same, flat, and
+        behind it all features, of which those before `part.begin` are there."""
+        c = self.config
+        if state.ndim == 2:
+            features = state.shape[0] // c.spatial_merge_size**2 * c.out_hidden_size
+            whole = torch.cat([state.flatten(), state.new_empty(features)])
+        else:
+            whole = state.clone()
+        patches = whole[part.begin * c.hidden_size : part.end * c.hidden_size].view(-1, c.hidden_size)
+        own = slice(part.begin // c.spatial_merge_size**2, part.end // c.spatial_merge_size**2)
+        self.merged(whole)[own] = self.merge(patches)
+        return whole
+
+    def merged(self, state: Tensor) -> Tensor:
+        """The features in what `merge_part` made."""
+        c = self.config
+        per_token = c.hidden_size * c.spatial_merge_size**2
+        tokens = state.shape[0] // (per_token + c.out_hidden_size)
+        return state[tokens * per_token :].view(tokens, c.out_hidden_size)
+
     def run_part(self, state: Tensor, segments: Segments, part: Part) -> Tensor:
         """A part of one block. `state`: `[patches, hidden]` before the block's first part and after its last; between
-        them `[5, patches, hidden]`: the same, then queries, keys, values and results as far as they are there."""
+        them `[5, patches, hidden]`: the same, then queries, keys, values and results as far as they are there.
+        `segments`: for the part's patches."""
         block = self.blocks[part.block]
         rows = slice(part.begin, part.end)
         if state.ndim == 2:
@@ -201,7 +231,7 @@ class VisionTower(nn.Module):
             whole = state.clone()  # a stored signal is never written
         x, q, k, v, done = (whole[place] for place in range(5))
         if part.kind == "project":
-            made = block.attn.project(block.norm1(x[rows]), segments, part.begin)
+            made = block.attn.project(block.norm1(x[rows]), segments)
             for place, values in zip((q, k, v), made, strict=True):
                 place[rows] = values.flatten(1)
             return whole
@@ -216,12 +246,15 @@ class VisionTower(nn.Module):
         """Features `[patches / spatial_merge_size², out_hidden]` of patches that all blocks have seen."""
         return self.merger(x)
 
-    def _positions(self, grid: Grid) -> Tensor:
-        """fp32 `[patches, hidden]`: the learned grid, bilinear with its corners on those of the medium."""
-        side = self.config.grid_side
+    def _grid_places(self, grid: Grid) -> Tensor:
+        """fp32 `[patches, 2]`: where a medium's patches lie on the learned grid, whose corners are the medium's."""
         places = patch_places(*grid, self.config.spatial_merge_size)
         most = torch.tensor([max(grid[1] - 1, 1), max(grid[2] - 1, 1)])
-        source = places * (side - 1) / most
+        return places * (self.config.grid_side - 1) / most
+
+    def _positions(self, source: Tensor) -> Tensor:
+        """fp32 `[patches, hidden]`: the learned grid at these places of it, fp32 `[patches, 2]`, bilinear."""
+        side = self.config.grid_side
         near = source.floor()
         far_share = source - near
         near = near.long()

@@ -66,9 +66,15 @@ class VisionSubmodule(NodeSubmodule):
         for first, end in pairwise(borders):
             self._run_blocks([row for row in whole if first in row.blocks], range(first, end))
         for row in rows:
-            if isinstance(row.work, Part):
-                row.hidden = self.tower.run_part(row.hidden, self.tower.segments(row.grids), row.work)
-        self._merge([row for row in rows if row.ends])
+            if isinstance(row.work, Part) and row.work.kind in ("project", "attend"):
+                segments = self.tower.segments(row.grids, row.work.begin, row.work.end)
+                row.hidden = self.tower.run_part(row.hidden, segments, row.work)
+            elif isinstance(row.work, Part) and row.work.kind == "merge":
+                row.hidden = self.tower.merge_part(row.hidden, row.work)
+        self._merge([row for row in whole if row.ends])
+        for row in rows:
+            if row.ends and not isinstance(row.work, Blocks):
+                row.divide(self.tower.merged(row.hidden))
         made = [feature for row in rows for feature in row.features]
         by_row = {row.index: row.hidden for row in rows if not row.ends}
         nothing = torch.empty(0, self.tower.config.hidden_size, dtype=self.tower.dtype, device=self._device)
@@ -100,12 +106,17 @@ class VisionSubmodule(NodeSubmodule):
         for index, media in pending.items():
             grids = [self._in_patches(medium.grid) for medium in media]
             plan = EncodePlan([medium.grid for medium in media], self.tower.config, self._budget)
-            if media[0].step:
-                x = hidden[index]
-            else:
-                x = self.tower.embed(torch.cat([self._pixels(pixels[index], medium) for medium in media]), grids)
-            ends = media[0].step == plan.num_steps - 1
-            rows.append(_MediaRow(index, media, grids, plan.work(media[0].step), ends, x))
+            step = media[0].step
+            work = plan.work(step)
+            own = hidden[index] if step else None
+            if own is None or (isinstance(work, Part) and work.kind == "embed"):
+                sent = torch.cat([self._pixels(pixels[index], medium) for medium in media])
+                own = (
+                    self.tower.embed_part(own, sent, grids, work)
+                    if isinstance(work, Part)
+                    else self.tower.embed(sent, grids)
+                )
+            rows.append(_MediaRow(index, media, grids, work, step == plan.num_steps - 1, own))
         return rows
 
     def _run_blocks(self, rows: Sequence[_MediaRow], blocks: range) -> None:
@@ -121,7 +132,7 @@ class VisionSubmodule(NodeSubmodule):
         features = self.tower.merge(torch.cat([row.hidden for row in rows]))
         sizes = [row.hidden.shape[0] // self._per_token for row in rows]
         for row, own in zip(rows, features.split(sizes), strict=True):
-            row.features = list(own.split([medium.length for medium in row.media]))
+            row.divide(own)
 
     def _in_patches(self, grid: Grid) -> Grid:
         merge = self.tower.config.spatial_merge_size
@@ -147,6 +158,10 @@ class _MediaRow:
         self.ends = ends
         self.hidden = hidden
         self.features: list[Tensor | None] = [None] * len(media)
+
+    def divide(self, features: Tensor) -> None:
+        """Those of the row's media, one after the other."""
+        self.features = list(features.split([medium.length for medium in self.media]))
 
     @property
     def blocks(self) -> range:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstar.model.qwen3_5.config import VisionConfig
-from mstar.model.qwen3_5.encode_steps import Blocks, EncodePlan, Merge, Part
+from mstar.model.qwen3_5.encode_steps import Blocks, EncodePlan, Part
 
 TOWER = VisionConfig(5, 48, 96, 3, 3, 16, 2, 2, 64, 8, "gelu_pytorch_tanh", 1e4)
 media = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 20), st.integers(1, 20)), max_size=4)
@@ -32,16 +32,18 @@ def test_everything_is_computed_once_and_in_order(grids, depth: int, budget: int
     if not plan.divided:
         assert [block for one in work for block in one.blocks] == list(range(depth))
         return
-    assert isinstance(work.pop(), Merge)
     seen = Counter()
     for part in work:
         assert isinstance(part, Part)
         # What is before it in its block, and all blocks before, is there.
         assert part.begin == seen[part.block, part.kind] < part.end <= patches
-        assert part.kind == "project" or seen[part.block, "project"] == patches
+        assert part.kind == "embed" or seen[0, "embed"] == patches
+        assert part.kind != "attend" or seen[part.block, "project"] == patches
         assert part.block == 0 or seen[part.block - 1, "attend"] == patches
+        assert part.kind not in ("embed", "merge") or part.begin % 4 == part.end % 4 == 0, "whole tokens"
         seen[part.block, part.kind] = part.end
-    assert seen == {(block, kind): patches for block in range(depth) for kind in ("project", "attend")}
+    blocks = {(block, kind): patches for block in range(depth) for kind in ("project", "attend")}
+    assert seen == {(0, "embed"): patches, **blocks, (depth, "merge"): patches}
 
 
 @settings(max_examples=80, deadline=None)
@@ -54,12 +56,12 @@ def test_no_step_costs_more_than_its_budget_by_more_than_a_patch(grids, budget: 
             case Blocks(blocks):
                 spent = len(blocks) * (attention[-1] + plan.num_patches)
                 assert spent <= budget + 1e-6
-            case Part(kind="project", begin=begin, end=end):
+            case Part(kind="project" | "merge", begin=begin, end=end):
                 spent = (end - begin) / 4
+            case Part(kind="embed", begin=begin, end=end):
+                spent = 0.4 * (end - begin)
             case Part(kind="attend", begin=begin, end=end):
                 spent = attention[end] - attention[begin] + 0.75 * (end - begin)
-            case Merge():
-                continue
         dearest = 1 + 3 * max((4 * h * w for _, h, w in grids), default=0) / (6 * TOWER.hidden_size)
         assert spent <= budget + dearest
 

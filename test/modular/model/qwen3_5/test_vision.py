@@ -206,7 +206,9 @@ def test_no_step_costs_much_more_than_the_budget(reference, tower, monkeypatch: 
     """Rows wait for each other where they do not fit together; of one that is too large for a step of one block, parts
     of the block are computed."""
     costs: list[float] = []
+    around: list[float] = []
     run_blocks, run_part = VisionTower.run_blocks, VisionTower.run_part
+    embed, merge = VisionTower.embed, VisionTower.merge
 
     def counted_blocks(self, x, segments, blocks):
         costs[-1] += x.shape[0] * len(blocks)
@@ -216,6 +218,17 @@ def test_no_step_costs_much_more_than_the_budget(reference, tower, monkeypatch: 
         costs[-1] += (part.end - part.begin) * (0.25 if part.kind == "project" else 0.75)
         return run_part(self, state, segments, part)
 
+    def counted_embed(self, pixels, grids, *rows):
+        x = embed(self, pixels, grids, *rows)
+        around[-1] += 0.4 * x.shape[0]
+        return x
+
+    def counted_merge(self, x):
+        around[-1] += 0.25 * x.shape[0]
+        return merge(self, x)
+
+    monkeypatch.setattr(VisionTower, "embed", counted_embed)
+    monkeypatch.setattr(VisionTower, "merge", counted_merge)
     monkeypatch.setattr(VisionTower, "run_blocks", counted_blocks)
     monkeypatch.setattr(VisionTower, "run_part", counted_part)
     rig = Rig(tower, budget=70)
@@ -224,8 +237,11 @@ def test_no_step_costs_much_more_than_the_budget(reference, tower, monkeypatch: 
         rig.open(handle, [medium])
     while len(rig.features) < len(GRIDS):
         costs.append(0)
+        around.append(0)
         rig.step([handle for handle in range(len(GRIDS)) if handle not in rig.features])
     assert max(costs) <= 70
+    assert max(around) <= 70 and max(map(sum, zip(costs, around, strict=True))) < 1.65 * 70
+    assert sum(around) == pytest.approx(0.65 * sum(int(np.prod(grid)) for grid in GRIDS))
     assert sum(costs) == CONFIG.depth * sum(int(np.prod(grid)) for grid in GRIDS)
     for handle, (grid, pixels) in enumerate(media):
         close(rig.features[handle], expected(reference, pixels, grid))
