@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mstar.engine.spec import (
     AttentionSpec,
@@ -34,9 +34,22 @@ def declared_resources(specs: Sequence[NodeResourceSpec]) -> dict[str, ResourceS
     return declared
 
 
-def states_beside(declared: dict[str, ResourceSpec]) -> dict[str, str]:
+def states_beside(declared: Mapping[str, ResourceSpec]) -> dict[str, str]:
     """Keys of the pools of recurrent states, by the key of the cache that each goes with."""
     return {spec.kv_key: spec.key for spec in declared.values() if isinstance(spec, RecurrentStateSpec)}
+
+
+def why_not_on_host(declared: Mapping[str, ResourceSpec], on_host: Collection[str]) -> str | None:
+    """What is wrong with host memory for the resources `on_host` and no others: a request's pages and its states move
+    together. None: nothing."""
+    for cache, pool in states_beside(declared).items():
+        if (cache in on_host) != (pool in on_host):
+            given, missing = (cache, pool) if cache in on_host else (pool, cache)
+            return (
+                f"resources.{given}.host_bytes: a preempted request moves its pages and its state, so give "
+                f"resources.{missing}.host_bytes as well"
+            )
+    return None
 
 
 def _refers_to(spec: ResourceSpec) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mstar.engine.declarations import declared_resources, states_beside
+from mstar.engine.declarations import declared_resources, why_not_on_host
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.resources.paged_kv import page_bytes
 from mstar.engine.resources.recurrent_state_pool import slot_bytes
@@ -49,13 +49,8 @@ def resource_sizes(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> R
         for spec in pools
         if config.host_bytes.get(spec.key)
     }
-    for cache, pool in states_beside(declared).items():
-        if (cache in host_pages) != (pool in host_slots):
-            given, missing = (cache, pool) if cache in host_pages else (pool, cache)
-            raise ValueError(
-                f"resources.{given}.host_bytes: a preempted request moves its pages and its state, so give "
-                f"resources.{missing}.host_bytes as well"
-            )
+    if (problem := why_not_on_host(declared, host_pages.keys() | host_slots.keys())) is not None:
+        raise ValueError(problem)
     return ResourceSizes(pages, slots, host_pages, host_slots)
 
 

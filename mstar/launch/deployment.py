@@ -15,6 +15,7 @@ import msgspec
 
 from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig, ResourceTuning
+from mstar.engine.declarations import why_not_on_host
 from mstar.engine.spec import (
     ATTENTION_BACKENDS,
     LINEAR_ATTENTION_BACKENDS,
@@ -230,6 +231,9 @@ def _check_names(config: DeploymentConfig, nodes: set[str], specs: Sequence[Node
         )
     for key, tuning in config.resources.items():
         _check_tuning(declared[key], tuning)
+    given = {key for key, tuning in config.resources.items() if tuning.host_bytes}
+    if (problem := why_not_on_host(declared, given)) is not None:
+        raise ConfigError(problem)
 
 
 def _check_shares(config: DeploymentConfig, specs: Sequence[NodeResourceSpec]) -> None:

@@ -2,11 +2,13 @@
 
 import pytest
 from support.checkpoints import write_directory
+from support.command_line import command, deployment_file
 
 from mstar.config.load import ConfigError, config_from_mapping
 from mstar.engine.resources.attention_backends import BACKENDS
 from mstar.engine.spec import ATTENTION_BACKENDS
 from mstar.launch.deployment import open_deployment, resolve_deployment
+from mstar.model.qwen3_5.random_checkpoint import write_random_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,31 @@ def test_what_does_not_fit_the_model_is_refused_by_key(checkpoint, tmp_path, val
 )
 def test_the_legal_neighbours_are_taken(checkpoint, tmp_path, values):
     assert compiled(checkpoint, tmp_path, **values).nodes_on(0) == ("LLM",)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "said"),
+    [
+        ({"kv"}, "resources.kv.host_bytes: a preempted request moves its pages and its state, so give resources.state"),
+        (
+            {"state"},
+            "resources.state.host_bytes: a preempted request moves its pages and its state, so give resources.kv",
+        ),
+        ({"kv", "state"}, None),
+        (set(), None),
+    ],
+)
+def test_pages_and_states_move_to_the_host_together(tmp_path, on_host: set[str], said: str | None):
+    write_random_checkpoint("tiny", tmp_path / "checkpoint", seed=0)
+    resources = {key: {"host_bytes": 1 << 20 if key in on_host else 0} for key in ("kv", "state")}
+    path = deployment_file(tmp_path, model="qwen3_5", checkpoint=str(tmp_path / "checkpoint"), resources=resources)
+    checked = command("check", path)
+    assert checked.exit_code == (0 if said is None else 1), checked.output
+    if said is not None:
+        served = command("serve", path, "--port", "0")
+        assert served.exit_code == 2
+        for result in (checked, served):
+            assert said in " ".join(result.output.split()) and "Traceback" not in result.output
 
 
 def test_backends_that_may_be_chosen_are_those_that_exist():
