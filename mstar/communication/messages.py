@@ -68,6 +68,8 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Persisted signals bound at open (media features, noise, ...), by signal name."""
     limits: dict[str, int] = {}
     """Loop limits by `LoopLimit` name."""
+    ranks: tuple[int, ...] | None = None
+    """Workers on which the request is open, where nothing of it is sent to others; None: all of its partitions'."""
     parameters: bytes = b"{}"
     """The model's own request parameters, JSON of its `parameter_schema`."""
     media: tuple[MediaSpan, ...] = ()

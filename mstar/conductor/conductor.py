@@ -12,6 +12,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from mstar.communication.address import peer_name
 from mstar.communication.bus import Bus
 from mstar.communication.messages import (
@@ -118,6 +120,7 @@ class Conductor:
 
     def start(self, record: RequestRecord, opening: OpenRequest) -> None:
         """Puts a choice on its workers. Call `flush` after the last choice of a request."""
+        opening = msgspec.structs.replace(opening, ranks=record.ranks)
         self.requests.add(record)
         record.stream.rids[record.choice] = record.rid
         if len(record.ranks) > 1:
@@ -133,7 +136,8 @@ class Conductor:
         if record is None or record.is_stopped:
             return
         record.is_stopped = True
-        for rank in self._walks.ranks_of_partition[self._walks.text_partition]:
+        text = record.partitions.get(self._walks.text_partition)
+        for rank in () if text is None else text.ranks:
             self._send(rank, Stop(record.rid, self._walks.text_partition))
         self.flush()
 

@@ -27,7 +27,7 @@ from mstar.conductor.queue_bound import Load, QueueBound
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
 from mstar.conductor.request_table import RequestRecord
 from mstar.conductor.statistics import Statistics
-from mstar.conductor.walks import WalkDirectory
+from mstar.conductor.walks import StartPlan, WalkDirectory
 from mstar.conductor.workers import WorkerTable
 from mstar.model.base import Model, ModelCard, OutputFormat, PreparedPrompt
 
@@ -200,7 +200,7 @@ class ConductorHandle:
     def _admit(self, request: GenerateRequest) -> None:
         if self.is_draining:
             raise RefusedError(SHUT_DOWN)
-        if reason := self.why_not_ready():
+        if reason := self._workers.why_none_ready(self._conductor.now()):
             raise RefusedError(
                 Failure(503, "not_ready", f"The server cannot answer now: {reason}.", retry_after_s=RETRY_NOT_READY_S)
             )
@@ -228,21 +228,33 @@ class ConductorHandle:
 
     def _start(self, stream: RequestStream, prepared: Sequence[PreparedPrompt], parameters: bytes) -> None:
         request = stream.request
-        if reason := self.why_not_ready():
-            raise RefusedError(
-                Failure(503, "worker_lost", f"The server cannot answer now: {reason}.", retry_after_s=RETRY_NOT_READY_S)
-            )
         lengths = [0 if prompt.token_ids is None else len(prompt.token_ids) for prompt in prepared]
         bound = self._workers.max_total_tokens
         granted = [grant_tokens(request, length, self.facts.max_seq_len, bound) for length in lengths]
+        plans = [
+            [self._walks.plan(prompt, max_tokens) for _ in range(request.num_choices)]
+            for prompt, max_tokens in zip(prepared, granted, strict=True)
+        ]
+        needed = sorted({rank for choices in plans for parts, _ in choices for rank in self._walks.ranks_of(parts)})
+        if reason := self._workers.why_not_ready(self._conductor.now(), needed):
+            raise RefusedError(
+                Failure(503, "worker_lost", f"The server cannot answer now: {reason}.", retry_after_s=RETRY_NOT_READY_S)
+            )
         seed = secrets.randbits(63) if request.seed is None else request.seed
         for index, (prompt, max_tokens) in enumerate(zip(prepared, granted, strict=True)):
-            self._start_prompt(stream, index, prompt, max_tokens, seed, parameters)
+            self._start_prompt(stream, index, prompt, max_tokens, plans[index], seed, parameters)
 
     def _start_prompt(
-        self, stream: RequestStream, index: int, prompt: PreparedPrompt, max_tokens: int, seed: int, parameters: bytes
+        self,
+        stream: RequestStream,
+        index: int,
+        prompt: PreparedPrompt,
+        max_tokens: int,
+        plans: Sequence[StartPlan],
+        seed: int,
+        parameters: bytes,
     ) -> None:
-        """Puts all choices of one prompt on the workers."""
+        """Puts all choices of one prompt on the workers, each by its own of `plans`."""
         request, ids = stream.request, prompt.token_ids
         length = 0 if ids is None else len(ids)
         self.statistics.num_prompt_tokens += length
@@ -250,8 +262,7 @@ class ConductorHandle:
         stream.push(PreparedEvent(index, length, tail, prompt.opens_reasoning))
         prompt_ids = None if ids is None else from_numpy(ids)
         inputs = {name: from_numpy(array) for name, array in prompt.inputs.items()}
-        for i in range(request.num_choices):
-            partitions, limits = self._walks.plan(prompt, max_tokens)
+        for i, (partitions, limits) in enumerate(plans):
             number = next(self._numbers)
             opening = OpenRequest(
                 sampling=msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens),

@@ -14,17 +14,22 @@ EmitKey = tuple[int, str]
 
 @dataclass(slots=True)
 class PartitionProgress:
-    """Where one partition of a request stands. `waiting`: ranks whose `WalkDone` is still due. `asks_model`: after
+    """Where one partition of a request stands. `ranks`: where it is started, and has ended when all of them say so.
+    `waiting`: those whose `WalkDone` is still due. `asks_model`: after
     each walk the model names the next one; otherwise the walks started are all there are. `limits`: loop limits that
     came with the walks."""
 
-    waiting: set[int]
+    ranks: tuple[int, ...]
     asks_model: bool
     walks: tuple[str, ...]
+    waiting: set[int] = field(init=False)
     limits: dict[str, int] = field(default_factory=dict)
     walks_done: tuple[str, ...] = ()
     is_done: bool = False
     reason: FinishReason = "length"
+
+    def __post_init__(self) -> None:
+        self.waiting = set(self.ranks)
 
 
 @dataclass(slots=True, eq=False)

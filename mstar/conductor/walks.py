@@ -1,12 +1,14 @@
 """Which workers take part in what, and what they are told: from a model's declarations and the deployment's placement.
 
 Pure functions of declarations, on the front's loop. A partition's walks are started on every rank that hosts a node of
-the partition and have ended when each of them says so; a rank without a node of the walk says so at once.
+its planned walks, or of any of its walks where the plan is not known up front, and have ended when each of them says
+so; a rank without a node of the walk says so at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from mstar.communication.messages import OpenRequest, StartWalk
 from mstar.conductor.request_table import PartitionProgress, RequestRecord
@@ -18,6 +20,13 @@ class PlacementError(ValueError):
     """A node of the model has no rank."""
 
 
+class StartPlan(NamedTuple):
+    """What a choice starts with: its partitions' first walks by name, and the loop limits of the whole request."""
+
+    partitions: dict[str, PartitionProgress]
+    limits: dict[str, int]
+
+
 class WalkDirectory:
     """`ranks_of_partition`: sorted ranks. `modality_of`: what each emitted signal is, by signal.
     `text_partition`: the partition that emits text (the first one, if none does); its end decides the finish reason."""
@@ -27,8 +36,11 @@ class WalkDirectory:
         walks = model.walks()
         self._model = model
         self.partitions = model.partitions().partitions
+        self._ranks_of_walk = {
+            walk: _ranks(walks[walk], placement) for partition in self.partitions for walk in partition.walks
+        }
         self.ranks_of_partition = {
-            partition.name: _union(_ranks(walks[walk], placement) for walk in partition.walks)
+            partition.name: _union(self._ranks_of_walk[walk] for walk in partition.walks)
             for partition in self.partitions
         }
         self.all_ranks = _union(self.ranks_of_partition.values())
@@ -46,12 +58,12 @@ class WalkDirectory:
             end for connection in model.partitions().connections for end in (connection.producer, connection.consumer)
         )
 
-    def plan(self, prompt: PreparedPrompt, max_tokens: int) -> tuple[dict[str, PartitionProgress], dict[str, int]]:
+    def plan(self, prompt: PreparedPrompt, max_tokens: int) -> StartPlan:
         """Every partition's first walks, and the loop limits of the whole request. Stream-fed partitions start with no
         walk."""
         plan = self._model.plan_walks(prompt, max_tokens)
         if plan is not None:
-            return (
+            return StartPlan(
                 {name: self._progress(name, tuple(walks), asks_model=False) for name, walks in plan.partitions},
                 dict(plan.limits),
             )
@@ -64,20 +76,30 @@ class WalkDirectory:
             if isinstance(step, WalkStep):
                 progress = partitions[partition.name] = self._progress(partition.name, (step.walk,), asks_model=True)
                 progress.limits = dict(step.limits)
-        return partitions, {}
+        return StartPlan(partitions, {})
 
     def _progress(self, partition: str, walks: tuple[str, ...], *, asks_model: bool) -> PartitionProgress:
-        return PartitionProgress(set(self.ranks_of_partition[partition]), asks_model, walks)
+        ranks = self.ranks_of_partition[partition] if asks_model else self._planned_ranks(partition, walks)
+        return PartitionProgress(ranks, asks_model, walks)
 
-    def ranks_of(self, partitions: Iterable[str]) -> tuple[int, ...]:
-        return _union(self.ranks_of_partition[name] for name in partitions)
+    def _planned_ranks(self, partition: str, walks: Sequence[str]) -> tuple[int, ...]:
+        """Where these walks, and no others of the partition, run. The end of a stream may be on a rank that none of
+        them runs on, and its items are counted all the same."""
+        if partition in self._streaming or not walks:
+            return self.ranks_of_partition[partition]
+        return _union(self._ranks_of_walk[walk] for walk in walks)
+
+    @staticmethod
+    def ranks_of(partitions: Mapping[str, PartitionProgress]) -> tuple[int, ...]:
+        """Where a request with these partitions is open."""
+        return _union(progress.ranks for progress in partitions.values())
 
     def start(self, record: RequestRecord, opening: OpenRequest | None) -> list[tuple[int, StartWalk]]:
         """The first walks of every partition. `opening` rides with the first message, for a request that lives on one
         worker; None: its workers have it open."""
         messages: list[tuple[int, StartWalk]] = []
         for name, progress in record.partitions.items():
-            for rank in self.ranks_of_partition[name]:
+            for rank in progress.ranks:
                 first = opening if not messages else None
                 messages.append((rank, _start_walk(record.rid, name, progress, first)))
         return messages
@@ -95,10 +117,8 @@ class WalkDirectory:
         else:
             progress.is_done = True
             return []
-        progress.waiting = set(self.ranks_of_partition[partition])
-        return [
-            (rank, _start_walk(record.rid, partition, progress, None)) for rank in self.ranks_of_partition[partition]
-        ]
+        progress.waiting = set(progress.ranks)
+        return [(rank, _start_walk(record.rid, partition, progress, None)) for rank in progress.ranks]
 
     def _next_step(self, record: RequestRecord, partition: str, progress: PartitionProgress) -> WalkStep | Done:
         """A partition that was stopped has no further walk."""

@@ -64,14 +64,22 @@ class WorkerTable:
             return f"worker {state.rank} has been in one step for {state.step_age_s:.0f} s"
         return None
 
-    def why_not_ready(self, now: float) -> str | None:
-        """Why no request can be served now, or None."""
-        for state in self.states.values():
-            if reason := self.why_unhealthy(state, now):
+    def why_not_ready(self, now: float, ranks: Iterable[int] | None = None) -> str | None:
+        """Why no request that needs all these workers can be served now (None: those of the deployment), or None."""
+        for rank in self.states if ranks is None else ranks:
+            if reason := self._why_unready(self.states[rank], now):
                 return reason
-            if not (state.is_ready and state.is_connected):
-                return f"worker {state.rank} is starting"
         return None
+
+    def why_none_ready(self, now: float) -> str | None:
+        """Why no request at all can be served now, or None."""
+        reasons = [self._why_unready(state, now) for state in self.states.values()]
+        return reasons[0] if all(reasons) else None
+
+    def _why_unready(self, state: WorkerState, now: float) -> str | None:
+        if reason := self.why_unhealthy(state, now):
+            return reason
+        return None if state.is_ready and state.is_connected else f"worker {state.rank} is starting"
 
     def next_deadline(self, now: float) -> float | None:
         """When the first worker that is heard of now has been silent for too long, if nothing comes before."""

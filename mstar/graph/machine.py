@@ -164,8 +164,10 @@ class RowMachine:
     def persist(self, row: RowState, op: PersistOp, value: Value) -> None:
         if op.local:
             self.keep(row.request, row.partition, op.signal, value)
+        open_on = row.request.open_on
         for peer, slot in op.remotes:
-            self._outflow.edge(peer, slot, row.handle, value)
+            if open_on is None or peer in open_on:
+                self._outflow.edge(peer, slot, row.handle, value)
 
     def empty_inputs(self, row: RowState) -> None:
         """Release what the row's walk holds."""

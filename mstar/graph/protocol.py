@@ -8,7 +8,7 @@ worker's loop thread only. Rows are request handles; a node belongs to one parti
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -158,11 +158,20 @@ class GraphRuntime(Protocol):
     """See the module docstring. Every call covers a whole batch; an error in an argument raises `GraphError` and
     changes nothing."""
 
-    def add(self, handle: int, partition: str, walk: str | None, limits: Mapping[str, int]) -> None:
+    def add(
+        self,
+        handle: int,
+        partition: str,
+        walk: str | None,
+        limits: Mapping[str, int],
+        open_on: Collection[int] | None = None,
+    ) -> None:
         """Start `partition` of a request. `walk=None`: a stream-fed partition whose first item's tag names the walk.
         `limits` resolves the `LoopLimit`s of the partition's walks (other names are ignored); those of the walk that
         is entered must be among them, of every walk in a stream-fed partition. A loop with limit 0 is skipped: its end
-        follows at once, its outputs are absent (an accumulated one is an empty list)."""
+        follows at once, its outputs are absent (an accumulated one is an empty list). `open_on`: workers on which the
+        request is open, with all nodes of the walks that it will run; signals kept for others are not sent. None: all
+        workers."""
         ...
 
     def remove(self, handle: int) -> list[int]:

@@ -5,7 +5,7 @@ On the worker's loop thread. Arguments are checked here; nothing has changed whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mstar.graph.passes import WalkTurns
 from mstar.graph.program import CompiledGraph, LoopProgram, PartitionProgram, WalkProgram
@@ -72,7 +72,14 @@ class Requests:
             raise GraphError(f"there is no partition {name!r}; the graph has {sorted(self._index)}")
         return self._graph.partitions[index]
 
-    def add(self, handle: int, name: str, walk: str | None, limits: Mapping[str, int]) -> None:
+    def add(
+        self,
+        handle: int,
+        name: str,
+        walk: str | None,
+        limits: Mapping[str, int],
+        open_on: Collection[int] | None = None,
+    ) -> None:
         partition = self.partition(name)
         request = self._requests.get(handle)
         if self._me not in partition.ranks:
@@ -89,6 +96,7 @@ class Requests:
             self._require_limits(self._program(partition, entered), named)
         if request is None:
             request = self._requests[handle] = RequestState(handle)
+        request.open_on = open_on
         row = RowState(request, partition, program)
         row.named_limits = named
         request.rows[partition.index] = self.rows[partition.index][handle] = row

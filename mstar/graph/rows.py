@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mstar.graph.program import PartitionProgram, WalkProgram
 from mstar.graph.references import Value
 from mstar.streaming.buffer import StreamBuffer
@@ -20,6 +22,7 @@ class RequestState:
         "handle",
         "made",
         "muted",
+        "open_on",
         "persisted",
         "rows",
     )
@@ -44,6 +47,8 @@ class RequestState:
         """Partitions that run no further walk here."""
         self.muted: set[int] = set()
         """Streams whose items nobody will consume."""
+        self.open_on: Collection[int] | None = None
+        """Workers that know the request; None: all."""
 
 
 class RowState:

@@ -7,7 +7,7 @@ case, a node alone in its loop with a live loop-back, on a short path of its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from mstar.graph.keys import KeyTable
 from mstar.graph.outflow import Outflow
@@ -43,8 +43,15 @@ class PyGraphRuntime:
         self._speculations = Speculations(keys, self._turns)
         self._num_streams = len(compiled.streams)
 
-    def add(self, handle: int, partition: str, walk: str | None, limits: Mapping[str, int]) -> None:
-        self._requests.add(handle, partition, walk, limits)
+    def add(
+        self,
+        handle: int,
+        partition: str,
+        walk: str | None,
+        limits: Mapping[str, int],
+        open_on: Collection[int] | None = None,
+    ) -> None:
+        self._requests.add(handle, partition, walk, limits, open_on)
         self._outflow.end()
 
     def remove(self, handle: int) -> list[int]:

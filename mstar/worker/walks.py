@@ -80,7 +80,8 @@ class WalkRunner:
         run = request.partitions[start.partition] = PartitionRun(deque(start.walks), start.last, limits)
         if len(request.partitions) == 1:
             self._bind_inputs(request)
-        self._graph.add(request.handle, start.partition, run.pending.popleft() if run.pending else None, limits)
+        first = run.pending.popleft() if run.pending else None
+        self._graph.add(request.handle, start.partition, first, limits, request.open.ranks)
 
     def _bind_inputs(self, request: Request) -> None:
         for name, value in request.open.inputs.items():

@@ -26,6 +26,8 @@ from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
 from mstar.model.base import Model, PreparedPrompt
 
+NO_PROMPT = PreparedPrompt(None)
+
 
 @dataclass
 class Timer:
@@ -104,12 +106,11 @@ class ConductorRig:
     def beat(self, rank: int = 0, step_age_s: float = 0.0, **gauges: float) -> None:
         self.say(Heartbeat(rank=rank, incarnation=0, step_age_s=step_age_s, gauges=gauges))
 
-    def submit(self, num_choices: int = 1, max_tokens: int = 8) -> RequestStream:
+    def submit(self, num_choices: int = 1, max_tokens: int = 8, prompt: PreparedPrompt = NO_PROMPT) -> RequestStream:
         """A request whose choices are started at once."""
         request = GenerateRequest("", (PromptInput("native"),), num_choices=num_choices)
         stream = RequestStream(request, self.time.now)
         self.conductor.num_waiting += num_choices
-        prompt = PreparedPrompt(None)
         for choice in range(num_choices):
             partitions, limits = self.walks.plan(prompt, max_tokens)
             record = RequestRecord(

@@ -9,19 +9,28 @@ from support.composite.declarations import MEDIA_TOKEN
 from support.composite.deployment import CONFIG, PLACEMENTS
 from support.composite.model import CARD as COMPOSITE
 from support.conductor_rig import ConductorRig
+from support.planned_model import PLACEMENT as PLANNED_PLACEMENT
+from support.planned_model import PlannedModel, prompt
 
 from mstar.communication.host_tensors import to_numpy
-from mstar.communication.messages import Opened, OpenRequest, SamplingParams, StartWalk
+from mstar.communication.messages import Opened, OpenRequest, PeerLost, SamplingParams, StartWalk
 from mstar.conductor.events import Failure, PreparedEvent, RefusedError
 from mstar.conductor.handle import ConductorHandle
 from mstar.conductor.preprocess import PreprocessPool
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
-from mstar.model.base import ModelSetup
+from mstar.model.base import ModelSetup, PreparedPrompt
 from mstar.model.registry import build_model
 
 SETUP = ModelSetup(CONFIG, None, 64)
 MEDIA = np.arange(2 * CONFIG["media_width"], dtype=np.float32).reshape(2, -1)
 LATENT = np.ones((CONFIG["latent_rows"], CONFIG["latent_width"]), np.float32)
+
+
+class PlannedPool:
+    """A pool without processes: a prompt's text is its walks."""
+
+    async def prepare(self, given: PromptInput, parameters: bytes, max_tokens: int) -> PreparedPrompt:
+        return prompt(1, *(given.text or "").split(","))
 
 
 def native(*ids: int) -> PromptInput:
@@ -134,6 +143,40 @@ def test_a_worker_that_dies_while_a_prompt_is_prepared():
         assert isinstance(failure, Failure) and (failure.status, failure.code) == (503, "worker_lost")
 
     with_handle(use)
+
+
+def test_a_worker_that_a_request_does_not_need_may_be_away():
+    model = PlannedModel(ModelSetup({}, None, 64))
+    rig = ConductorRig(model, PLANNED_PLACEMENT)
+    rig.bring_up()
+
+    async def run() -> None:
+        pool = PlannedPool()
+        handle = ConductorHandle(
+            model=model,
+            conductor=rig.conductor,
+            walks=rig.walks,
+            workers=rig.workers,
+            pool=pool,  # type: ignore[arg-type]
+            max_rows=4,
+            max_queue=8,
+        )
+        rig.say(PeerLost(1, 0, "killed by signal 9"))
+        assert handle.why_not_ready() is not None, "the server as a whole is not well"
+        here = handle.submit(request(PromptInput("native", text="think")))
+        there = handle.submit(request(PromptInput("native", text="think"), PromptInput("native", text="think,speak")))
+        [opened] = await openings(rig, 1)
+        assert opened.ranks == (0,)
+        [failure] = [event for event in await there.take() if isinstance(event, Failure)]
+        assert (failure.status, failure.code) == (503, "worker_lost")
+        assert rig.sent(0) == [], "no choice is started when one of them cannot be"
+        handle.abort(here)
+        rig.say(PeerLost(0, 0, "killed by signal 9"))
+        with pytest.raises(RefusedError) as caught:
+            handle.submit(request(PromptInput("native", text="think")))
+        assert caught.value.failure.code == "not_ready"
+
+    asyncio.run(run())
 
 
 def test_an_abort_before_the_start_starts_nothing():
