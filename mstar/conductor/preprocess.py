@@ -108,6 +108,7 @@ class PreprocessPool:
                 tokenizer_dir=None if setup.tokenizer_dir is None else str(setup.tokenizer_dir),
                 max_seq_len=setup.max_seq_len,
                 max_step_patches=setup.max_step_patches,
+                max_media_pixels=setup.max_media_pixels,
             )
         )
         self._num_processes = num_processes

@@ -80,6 +80,7 @@ class ModelToLoad(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokenizer_dir: str | None
     max_seq_len: int
     max_step_patches: int
+    max_media_pixels: int | None
 
 
 Reply = PromptDone | PromptRefused | PromptFailed | Started

@@ -112,6 +112,7 @@ def _load(channel: socket.socket) -> Model:
         tokenizer_dir=None if order.tokenizer_dir is None else Path(order.tokenizer_dir),
         max_seq_len=order.max_seq_len,
         max_step_patches=order.max_step_patches,
+        max_media_pixels=order.max_media_pixels,
     )
     return build_model(ModelCard(name="", model=order.model, submodules=""), setup)
 

@@ -71,11 +71,13 @@ class CaptureConfig(Section):
 class MediaConfig(Section):
     """Media that requests name by URL. `allowed_hosts`: http(s) URLs are fetched from these only: `images.example.com`,
     `*.example.com`, `*` for any, each with `:PORT` where it is not the scheme's own. `max_bytes`: of all media of one
-    request together. `timeout_s`: for fetching them all. `allows_private_addresses`: hosts may have addresses that are
-    not public."""
+    request together. `max_pixels`: of these as they were sent: of images, of all frames of an animation as a video, and
+    of the frames of another video that are read. `timeout_s`: for fetching them all. `allows_private_addresses`:
+    hosts may have addresses that are not public."""
 
     allowed_hosts: tuple[str, ...] = ()
     max_bytes: Annotated[int, Field(ge=1, le=2**30)] = 64 * 1024 * 1024
+    max_pixels: Annotated[int, Field(ge=1)] = 1 << 27
     timeout_s: Annotated[float, Field(gt=0)] = 10.0
     max_redirects: Annotated[int, Field(ge=0, le=20)] = 3
     allows_private_addresses: bool = False

@@ -98,6 +98,7 @@ def open_deployment(facts: DeploymentFacts) -> Deployment:
         tokenizer_dir=None if facts.tokenizer_dir is None else Path(facts.tokenizer_dir),
         max_seq_len=facts.max_seq_len,
         max_step_patches=AUTO_STEP_PATCHES if patches == "auto" else patches,
+        max_media_pixels=config.server.media.max_pixels,
     )
     return Deployment(facts, config, find_card(facts.card), setup)
 

@@ -49,13 +49,14 @@ AUTO_STEP_PATCHES = 2048
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
     """What a model is built from: the checkpoint's config (as in `config.json`), the folder with `tokenizer.json` and
-    the chat template (None: no text side), and the deployment's limits: tokens of a request, and of one step of a
-    media encoder patches times blocks."""
+    the chat template (None: no text side), and the deployment's limits: tokens of a request, of one step of a media
+    encoder patches times blocks, and pixels of all media of a request as they were sent (None: no limit)."""
 
     config: Mapping[str, Any]
     tokenizer_dir: Path | None
     max_seq_len: int
     max_step_patches: int = AUTO_STEP_PATCHES
+    max_media_pixels: int | None = None
 
 
 class MediaPart(NamedTuple):

@@ -64,6 +64,12 @@ def read_image(data: bytes, rules: MediaRules, max_tokens: int) -> Patches:
     return patches_of(np.broadcast_to(frame, (rules.temporal_patch_size, *frame.shape)), rules)
 
 
+def num_image_pixels(data: bytes) -> int:
+    """By the file's header. Raises `MediaError` for one that is no image or too large."""
+    with opened_image(data) as image:
+        return image.width * image.height
+
+
 @contextmanager
 def opened_image(data: bytes, unknown: str = UNKNOWN) -> Iterator[Image.Image]:
     """The image with its header read. Raises `MediaError` for one that is no image (saying `unknown`) or too large, and

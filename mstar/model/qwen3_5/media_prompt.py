@@ -14,8 +14,8 @@ import numpy as np
 
 from mstar.model.base import ChatMessage, MediaPart, MediaSpan
 from mstar.model.qwen3_5.config import MediaTokens
-from mstar.model.qwen3_5.image_processing import Patches, read_image
-from mstar.model.qwen3_5.media_rules import MediaRules, MediaTooLongError
+from mstar.model.qwen3_5.image_processing import Patches, num_image_pixels, read_image
+from mstar.model.qwen3_5.media_rules import MediaError, MediaRules, MediaTooLongError
 
 IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -51,12 +51,14 @@ def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
 
 
 class MediaPrompts:
-    """`max_tokens`: tokens that the context has room for."""
+    """`max_tokens`: tokens that the context has room for. `max_pixels`: of all media of a prompt as they were sent, to
+    bound the work of decoding them; None: any number."""
 
-    def __init__(self, tokens: MediaTokens, rules: MediaRules, max_tokens: int) -> None:
+    def __init__(self, tokens: MediaTokens, rules: MediaRules, max_tokens: int, max_pixels: int | None = None) -> None:
         self._tokens = tokens
         self._rules = rules
         self._max_tokens = max_tokens
+        self._max_pixels = max_pixels
 
     def expand(self, text: str, media: Sequence[MediaPart], encode: Callable[[str], Sequence[int]]) -> MediaPrompt:
         """A rendered conversation with its media.
@@ -66,7 +68,8 @@ class MediaPrompts:
 
         Raises:
             MediaTooLongError: the media do not fit into the context.
-            ValueError: media that cannot be read, or a text whose placeholders are not those of the media.
+            MediaError: media that cannot be read, or have too many pixels.
+            ValueError: a text whose placeholders are not those of the media.
         """
         places = _PLACEHOLDER.findall(text)
         if places != [IMAGE if part.kind == "image" else VIDEO for part in media]:
@@ -74,6 +77,7 @@ class MediaPrompts:
                 f"the prompt has {len(places)} places for images and videos, and {len(media)} were sent: "
                 f"{IMAGE} and {VIDEO} cannot be written as text"
             )
+        self._check_pixels(media)
         pieces: list[str] = []
         items: list[_Item] = []
         num_tokens = 0
@@ -103,6 +107,25 @@ class MediaPrompts:
             raise ValueError(
                 f"the prompt has tokens that stand for an image or a video ({IMAGE}, {VIDEO}), but none was sent"
             )
+
+    def _check_pixels(self, media: Sequence[MediaPart]) -> None:
+        """By the headers of the files, before anything is decoded."""
+        if self._max_pixels is None:
+            return
+        num_pixels = sum(map(self._num_pixels, media))
+        if num_pixels > self._max_pixels:
+            raise MediaError(
+                f"the media of this request have {num_pixels} pixels together; at most {self._max_pixels} are read "
+                "(server.media.max_pixels)"
+            )
+
+    def _num_pixels(self, part: MediaPart) -> int:
+        if part.kind == "image":
+            return num_image_pixels(part.data)
+        # As in `_video`.
+        from mstar.model.qwen3_5.video_processing import num_video_pixels  # noqa: PLC0415
+
+        return num_video_pixels(part.data, self._rules)
 
     def _video(self, data: bytes) -> tuple[str, list[_Item]]:
         # Only a prompt with a video pays for the libraries that decode it; front and workers import this module too.

@@ -66,7 +66,9 @@ class Qwen35Model(Model):
         self.prompts = TextPrompts(setup.tokenizer_dir, self.config.vocab_size, THINKING)
         tokens = self.config.media
         self.media = (
-            None if tokens is None else MediaPrompts(tokens, MediaRules.read(setup.tokenizer_dir), setup.max_seq_len)
+            None
+            if tokens is None
+            else MediaPrompts(tokens, MediaRules.read(setup.tokenizer_dir), setup.max_seq_len, setup.max_media_pixels)
         )
 
     def walks(self) -> Walks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import av
@@ -54,11 +55,31 @@ def read_video(data: bytes, rules: MediaRules, max_tokens: int) -> VideoPatches:
     if container is None:
         with opened_image(data, _UNKNOWN) as image:
             return _read(_Animation(image), rules, max_tokens)
+    with _opened_video(data, container) as video:
+        return _read(video, rules, max_tokens)
+
+
+def num_video_pixels(data: bytes, rules: MediaRules) -> int:
+    """By the file's headers: of the frames that are read, of an animation of all frames, because each is drawn upon the
+    one before. Raises `MediaError` for a file that is no video."""
+    if not data:
+        raise MediaError("a video is empty")
+    container = _container_of(data)
+    if container is None:
+        with opened_image(data, _UNKNOWN) as image:
+            return image.width * image.height * int(getattr(image, "n_frames", 1))
+    with _opened_video(data, container) as video:
+        return video.size.height * video.size.width * len(rules.frame_indices(video.num_frames, video.fps))
+
+
+@contextmanager
+def _opened_video(data: bytes, container: str) -> Iterator[_Video]:
+    """Raises `MediaError` for a file that cannot be opened, and for damage that is found in the block."""
     try:
         with av.open(
             io.BytesIO(data), "r", format=container, container_options=_NO_PROTOCOLS, metadata_errors="replace"
         ) as opened:
-            return _read(_Video(opened), rules, max_tokens)
+            yield _Video(opened)
     except FFmpegError as error:
         raise MediaError(f"a video could not be read: {error.strerror}") from error
 

@@ -29,6 +29,7 @@ from mstar.model.base import MediaPart
 PNG = image_bytes()
 FIELD = "messages[0].content[1].image_url.url"
 MAX_BYTES = 100_000
+MAX_PIXELS = 200_000
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,8 @@ def qwen(tmp_path_factory: pytest.TempPathFactory, site: Site) -> Iterator[Runni
     spec = build_qwen_spec(tmp_path_factory.mktemp("qwen"))
     hosts = (f"127.0.0.1:{site.port}",)
     media = MediaConfig(allowed_hosts=hosts, allows_private_addresses=True, max_bytes=MAX_BYTES, timeout_s=1.5)
-    with running_qwen(replace(spec, server=ServerConfig(media=media))) as front:
+    setup = replace(spec.setup, max_media_pixels=MAX_PIXELS)
+    with running_qwen(replace(spec, setup=setup, server=ServerConfig(media=media))) as front:
         front.reply("</think>ok")
         yield front
 
@@ -141,6 +143,14 @@ def test_wrong_urls_are_named(qwen: RunningFront, name: str):
     assert error["param"] in ("messages", "messages[0].content[2].image_url.url") and len(error["message"]) < 500
     assert (error["param"] == "messages") == (name in ("no image", "a cut PNG", "a cut JPEG"))
     assert "secret" not in error["message"] or name == "a user"
+
+
+def test_pixels_of_all_media_are_bounded(qwen: RunningFront):
+    large = data_url(image_bytes("JPEG", size=(400, 300)))
+    assert len(digests(qwen, large, data_url(PNG))) == 2
+    error = refusal(qwen, large, large)
+    assert f"have {2 * 400 * 300} pixels together; at most {MAX_PIXELS} are read" in error["message"]
+    assert error["param"] == "messages"
 
 
 def test_a_url_that_may_be_fetched(qwen: RunningFront, site: Site):

@@ -91,9 +91,10 @@ def test_backends_that_may_be_chosen_are_those_that_exist():
 
 
 def test_a_deployment_survives_the_way_to_another_process(checkpoint, tmp_path):
-    config = config_from_mapping({"model": "llama", "checkpoint": checkpoint, "max_seq_len": 99}, "f.yaml")
+    limits = {"max_seq_len": 99, "server": {"media": {"max_pixels": 77}}}
+    config = config_from_mapping({"model": "llama", "checkpoint": checkpoint, **limits}, "f.yaml")
     deployment = resolve_deployment(config, cache_dir=tmp_path)
     opened = open_deployment(deployment.facts)
     assert opened == deployment
-    assert opened.setup.max_seq_len == 99
+    assert (opened.setup.max_seq_len, opened.setup.max_media_pixels) == (99, 77)
     assert opened.checkpoint() == deployment.checkpoint()

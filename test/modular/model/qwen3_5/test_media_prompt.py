@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
-from support.qwen3_5_media import animation, chat, picture
+from support.qwen3_5_media import animation, chat, movie, picture
 from tokenizers import Tokenizer
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
@@ -26,12 +26,12 @@ RED, BLUE = (picture(96, 64, seed) for seed in (1, 2))
 FILM = animation(5, 64, 64, 3)
 
 
-def build(directory, size: str, max_seq_len: int = 512) -> Qwen35Model:
+def build(directory, size: str, max_seq_len: int = 512, **limits: int) -> Qwen35Model:
     if not (directory / size).exists():
         write_random_checkpoint(size, directory / size, seed=0)
     checkpoint = resolve_checkpoint(str(directory / size), cache_dir=directory)
     write_tokenizer(checkpoint, directory / f"{size}-tokenizer")
-    setup = ModelSetup(checkpoint.config(), directory / f"{size}-tokenizer", max_seq_len)
+    setup = ModelSetup(checkpoint.config(), directory / f"{size}-tokenizer", max_seq_len, **limits)
     return build_model(find_card("qwen3_5"), setup)
 
 
@@ -139,6 +139,21 @@ def test_media_that_together_fill_the_context_are_refused(model: Qwen35Model, di
         small.process_prompt(chat(("image", RED), ("image", BLUE), ("image", RED)))
     with pytest.raises(PromptTooLongError, match="more than the context"):
         build(directory, "tiny", tokens - 1).process_prompt(chat(("image", RED)))
+
+
+def test_media_with_too_many_pixels_together_are_refused_by_their_headers(directory) -> None:
+    cut, film = RED[:60], movie(12, 64, 32, 6)  # 1.5 s: the least, four frames, are read
+    model = build(directory, "tiny", max_media_pixels=3 * 96 * 64)
+    model.process_prompt(chat(*[("image", RED)] * 3))
+    for media, pixels in (
+        ([("image", RED)] * 3 + [("image", cut)], 4 * 96 * 64),
+        ([("image", RED)] * 2 + [("video", film)], 2 * 96 * 64 + 4 * 64 * 32),
+        ([("video", FILM)], 5 * 64 * 64),
+    ):
+        said = f"have {pixels} pixels together; at most {3 * 96 * 64} are read"
+        with pytest.raises(ValueError, match=said):
+            model.process_prompt(chat(*media))
+    model.process_prompt(chat(("image", RED), ("video", film)))
 
 
 def test_a_model_that_reads_text_only_refuses_media(directory) -> None:
