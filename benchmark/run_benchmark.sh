@@ -50,7 +50,7 @@ for concurrency in ${CONCURRENCIES:-1 8 32}; do
   # shellcheck disable=SC2086
   "$python" -m benchmark.runner --url "$url" --load closed --concurrency "$concurrency" \
     --requests "$((concurrency * ${REQUESTS_PER_CLIENT:-4}))" --warmup "$concurrency" \
-    --input-tokens "${INPUT_TOKENS:-128}" --output-tokens "${OUTPUT_TOKENS:-128}" \
+    --input-tokens "${INPUT_TOKENS:-128}" --output-tokens "${OUTPUT_TOKENS:-128}" --seed "$concurrency" \
     --json ${RUNNER_ARGS:-} >"$file.part"
   mv "$file.part" "$file"
   "$python" - "$concurrency" "$file" <<'PY'

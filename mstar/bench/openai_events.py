@@ -10,6 +10,7 @@ from mstar.bench.connection import OK, Response
 from mstar.bench.records import RequestRecord
 
 END = b"[DONE]"
+NO_OUTPUT = "the stream carried no output"
 
 
 class _Delta(msgspec.Struct):
@@ -89,7 +90,7 @@ class StreamReader:
         elif not self._ended:
             record.error = "the stream ended without [DONE]"
         elif not record.chunk_s:
-            record.error = "the stream carried no output"
+            record.error = NO_OUTPUT
 
 
 def _carries_output(choice: _Choice) -> bool:

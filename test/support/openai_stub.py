@@ -17,7 +17,8 @@ IMAGE_TOKENS = 16
 class Answer:
     """`delays_s[i]` passes before token i is sent (the last one again for further tokens). `status` other than 200: an
     error. `cut_after` tokens the connection is closed; `error_after` tokens an error event ends the stream. `coalesce`
-    tokens go out in one chunk of the stream. `cached_tokens`: of the prompt, in the usage."""
+    tokens go out in one chunk of the stream. `cached_tokens`: of the prompt, in the usage. `silent`: tokens are no
+    text."""
 
     delays_s: tuple[float, ...] = (0.0,)
     status: int = 200
@@ -27,6 +28,7 @@ class Answer:
     counts_usage: bool = True
     keeps_alive: bool = True
     cached_tokens: int | None = None
+    silent: bool = False
 
 
 @dataclass
@@ -53,9 +55,12 @@ class Stub:
 
 @contextmanager
 def openai_stub(
-    answer: Callable[[int, dict], Answer] | None = None, refuse_usage: bool = False, refuse_images: bool = False
+    answer: Callable[[int, dict], Answer] | None = None,
+    refuse_usage: bool = False,
+    refuse_images: bool = False,
+    silent_probes: bool = False,
 ) -> Iterator[Stub]:
-    """`answer(i, body)` says how request i (probes not counted) is answered."""
+    """`answer(i, body)` says how request i (probes not counted) is answered. `silent_probes`: their token is no text."""
     script = answer or (lambda index, body: Answer())
     loop = asyncio.new_event_loop()
     stub = Stub("", [])
@@ -66,7 +71,7 @@ def openai_stub(
         number = next(connections)
         writers.add(writer)
         try:
-            while await _serve_one(reader, writer, stub, number, script, refuse_usage, refuse_images):
+            while await _serve_one(reader, writer, stub, number, script, refuse_usage, refuse_images, silent_probes):
                 pass
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -98,7 +103,7 @@ def openai_stub(
 
 
 async def _serve_one(
-    reader, writer, stub: Stub, connection: int, script, refuse_usage: bool, refuse_images: bool
+    reader, writer, stub: Stub, connection: int, script, refuse_usage: bool, refuse_images: bool, silent_probes: bool
 ) -> bool:
     """Answer one request; whether the connection stays open."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -118,7 +123,8 @@ async def _serve_one(
     if refuse_images and images_of(body):
         _write_json(writer, 400, {"error": {"message": "this model reads text only"}})
         return True
-    answer = Answer(counts_usage=not refuse_usage) if body["max_tokens"] == 1 else script(index, body)
+    probe = Answer(counts_usage=not refuse_usage, silent=silent_probes)
+    answer = probe if body["max_tokens"] == 1 else script(index, body)
     if answer.status != 200:
         _write_json(writer, answer.status, {"error": {"message": "queue full"}})
         return True
@@ -148,7 +154,7 @@ async def _stream(writer, served: Served, answer: Answer) -> bool:
         held.append(f" t{token}")
         if len(held) == answer.coalesce or token == body["max_tokens"] - 1:
             served.sent_s.append(time.perf_counter())
-            text = "".join(held)
+            text = "" if answer.silent else "".join(held)
             _write_event(writer, {"choices": [{"delta": {"content": text}} if chat else {"text": text}]})
             held = []
     _write_event(writer, {"choices": [{"delta": {}, "finish_reason": "length"}]})

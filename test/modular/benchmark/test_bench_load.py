@@ -165,3 +165,10 @@ def test_the_load_generator_is_light():
     heavy = ("torch", "transformers", "numpy", "fastapi", "zmq")
     code = f"import sys, mstar.bench.command; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_probe_may_show_nothing_and_a_request_may_not():
+    with openai_stub(lambda index, body: Answer(silent=index == 0), silent_probes=True) as stub:
+        report = bench(stub, "--requests", "2", "--concurrency", "1", "--output-tokens", "2", "--input-tokens", "40")
+    assert report["failures"] == {"the stream carried no output": 1}
+    assert report["prompt_tokens"]["total"] == 40
