@@ -60,7 +60,7 @@ def openai_stub(
     refuse_images: bool = False,
     silent_probes: bool = False,
 ) -> Iterator[Stub]:
-    """`answer(i, body)` says how request i (probes not counted) is answered. `silent_probes`: their token is no text."""
+    """`answer(i, body)` says how request i (probes not counted) is answered. `silent_probes`: theirs is no text."""
     script = answer or (lambda index, body: Answer())
     loop = asyncio.new_event_loop()
     stub = Stub("", [])
