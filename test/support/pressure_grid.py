@@ -13,6 +13,8 @@ from typing import NamedTuple
 from support.instance import Instance, Result, Tuning
 
 UNLIMITED = 1 << 20
+MAX_WAITING = 256
+"""More than a run submits: what is tested is pressure on memory, not on the queue."""
 
 
 class Cell(NamedTuple):
@@ -52,6 +54,7 @@ class Cell(NamedTuple):
             overlap=self.overlap,
             threaded=self.overlap,
             max_rows=max_rows,
+            max_waiting=MAX_WAITING,
             max_step_tokens=self.chunk_pages * page_size or UNLIMITED,
             max_seq_len=max_seq_len,
             num_pages={"kv": tiny_pages} if self.tiny else {},
