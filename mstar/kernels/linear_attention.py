@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mstar.kernels import reference, reference_gated_delta
-from mstar.kernels.selection import compiled_for, refuse_recording
+from mstar.kernels.selection import compiled_for, kernels_for, refuse_recording, triton_kernels
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -17,7 +17,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
 
     ``z`` is shaped as ``x`` and may be columns of a wider tensor. ``out`` may be ``x``.
     """
-    if (native := compiled_for(x)) is not None:
+    if (native := kernels_for(x)) is not None:
         result = native.linear_attention.gated_rms_norm(x, z, weight, eps, out)
         if result is not NotImplemented:
             return result
@@ -39,6 +39,7 @@ def gated_delta(
     q_starts: Tensor,
     key_heads: int,
     out: Tensor | None = None,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """Causal convolution, silu and the gated delta rule (Yang et al. 2024, "Gated Delta Networks"), per row over its
     state, which goes on by the row's tokens.
@@ -54,7 +55,7 @@ def gated_delta(
 
     where q and k are divided by ``sqrt(sum of squares + 1e-6)`` and q by ``sqrt(key_dim)``. All of it in fp32, from the
     inputs of the convolution on; the result is rounded once. ``value_heads`` is a multiple of ``key_heads``: each key
-    head serves neighbouring value heads. The compiled kernel goes token by token, so that a prompt may be cut anywhere.
+    head serves neighbouring value heads. The kernels go token by token, so that a prompt may be cut anywhere.
 
     Args:
         qkv: ``[tokens, channels]``, queries, keys and values side by side before the convolution; not modified.
@@ -65,6 +66,7 @@ def gated_delta(
         delta_state: fp32 ``[slots, value_heads, key_dim, value_dim]``.
         slots: int32 ``[rows]``, as ``has_state``.
         q_starts: int32 ``[rows + 1]``.
+        max_tokens: no row has more, as far as the host knows without a look; 1, a decode step, has a faster kernel.
 
     Returns:
         ``[tokens, value_heads * value_dim]`` in the dtype of ``qkv``.
@@ -75,6 +77,9 @@ def gated_delta(
     arguments = (
         qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out
     )  # fmt: skip
+    if qkv.is_cuda and (device_kernels := triton_kernels()) is not None:
+        if device_kernels.linear_attention.gated_delta(*arguments, max_tokens) is not NotImplemented:
+            return out
     if (native := compiled_for(qkv)) is not None:
         if native.linear_attention.gated_delta(*arguments) is not NotImplemented:
             return out

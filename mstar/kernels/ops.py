@@ -24,7 +24,7 @@ Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view
     sigmoid_mul(x, gate)                                                x *= sigmoid(gate); in place
     gated_rms_norm(x, z, weight, eps, out=None)                         rms_norm per head, times silu(z); out may be x
     gated_delta(qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads,
-                out=None)                                               convolution and gated delta rule over states
+                out=None, max_tokens=None)                              convolution and gated delta rule over states
     pack_experts(weight)                                                -> PackedExperts, once at load
     router_top_k(logits, k)                                             -> (ids int32, weights fp32), [tokens, k]
     moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus=None, out=None)      experts' gated MLPs, weighted sum
@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from mstar.kernels import reference
+from mstar.kernels.cpu.native import NativeKernels
 from mstar.kernels.experts import moe_mlp, pack_experts, router_top_k
 from mstar.kernels.linear_attention import gated_delta, gated_rms_norm
 from mstar.kernels.packed import PackedLinear
@@ -51,9 +52,11 @@ from mstar.kernels.selection import (
     compiled,
     compiled_for,
     compiled_to_pack,
+    kernels_for,
     record,
     refuse_recording,
     select_kernels,
+    triton_kernels,
     use_kernels,
 )
 
@@ -98,6 +101,10 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None, out_dtype
     """
     if packed.block and (native := compiled()) is not None:
         return native.linear(x, packed, out, out_dtype)
+    if x.is_cuda and (device_kernels := triton_kernels()) is not None:
+        result = device_kernels.linear(x, packed, out, out_dtype)
+        if result is not NotImplemented:
+            return result
     wanted = out.dtype if out is not None else (out_dtype or x.dtype)
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
     return _into(out, reference.linear(x, packed.matrix(), bias, wanted))
@@ -105,8 +112,11 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None, out_dtype
 
 def embedding(ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None = None) -> Tensor:
     """Rows ``ids`` (int32 or int64, ``[tokens]``) of a table or of a packed output layer that shares its weights."""
-    native = compiled() if isinstance(table, PackedLinear) else compiled_for(table)
-    if native is not None and ids.is_cpu and (not isinstance(table, PackedLinear) or table.block > 0):
+    if isinstance(table, Tensor):
+        native = kernels_for(table)
+    else:
+        native = compiled() if table.block else triton_kernels() if table.data.is_cuda else None
+    if native is not None and ids.is_cpu == isinstance(native, NativeKernels):
         result = native.embedding(ids, table, out)
         if result is not NotImplemented:
             return result
@@ -115,7 +125,7 @@ def embedding(ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None = No
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, zero_centered: bool = False) -> Tensor:
     """Root-mean-square norm over the last dimension; ``zero_centered`` scales by ``1 + weight``."""
-    if (native := compiled_for(x)) is not None:
+    if (native := kernels_for(x)) is not None:
         result = native.norm(x, None, weight, eps, out, zero_centered)
         if result is not NotImplemented:
             return result
@@ -124,7 +134,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, z
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """``residual += x`` (rounded to its dtype), then ``x = rms_norm(residual)``; both in place, returns ``x``."""
-    if (native := compiled_for(x)) is not None:
+    if (native := kernels_for(x)) is not None:
         result = native.norm(x, residual, weight, eps, x, zero_centered)
         if result is not NotImplemented:
             return result
@@ -145,7 +155,7 @@ def rope(
 
     A table with ``cos.shape[1] < head_dim / 2`` rotates only the first ``2 * cos.shape[1]`` entries of each head.
     """
-    if (native := compiled_for(qkv)) is not None:
+    if (native := kernels_for(qkv)) is not None:
         result = native.rope(qkv, positions, cos, sin, num_heads, head_dim, axes)
         if result is not NotImplemented:
             return result
@@ -155,7 +165,7 @@ def rope(
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """Store ``k[t]``, ``v[t]`` ``[tokens, kv_heads, head_dim]`` (may be views of a packed qkv) at ``slots[t]``."""
-    native = compiled_for(k)
+    native = kernels_for(k)
     if native is not None and native.write_kv(k, v, k_pages, v_pages, slots) is not NotImplemented:
         return
     reference.write_kv(k, v, k_pages, v_pages, slots)
@@ -173,7 +183,7 @@ def rope_write_kv(
     axes: Tensor | None = None,
 ) -> Tensor:
     """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of keys and values."""
-    if (native := compiled_for(qkv)) is not None:
+    if (native := kernels_for(qkv)) is not None:
         result = native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes)
         if result is not NotImplemented:
             return result
@@ -204,7 +214,7 @@ def paged_attend(
     """
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if (native := compiled_for(q)) is not None:
+    if (native := kernels_for(q)) is not None:
         result = native.paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
         if result is not NotImplemented:
             return out
@@ -215,7 +225,7 @@ def paged_attend(
 
 def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` of a packed ``[tokens, gate | up]``."""
-    if (native := compiled_for(gate_up)) is not None:
+    if (native := kernels_for(gate_up)) is not None:
         result = native.silu_and_mul(gate_up, out)
         if result is not NotImplemented:
             return result
@@ -225,7 +235,7 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x *= sigmoid(gate)``, in place. ``gate`` is shaped as ``x [tokens, width]``, or one for all of a token,
     ``[tokens, 1]``, then of the dtype of ``x`` or fp32."""
-    if (native := compiled_for(x)) is not None:
+    if (native := kernels_for(x)) is not None:
         result = native.sigmoid_mul(x, gate)
         if result is not NotImplemented:
             return result
@@ -234,7 +244,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 def greedy(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """Largest logit of each row as int32, the lowest index on ties; a row with NaN gives its first NaN."""
-    if (native := compiled_for(logits)) is not None:
+    if (native := kernels_for(logits)) is not None:
         result = native.greedy(logits, out)
         if result is not NotImplemented:
             return result

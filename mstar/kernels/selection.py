@@ -1,4 +1,5 @@
-"""Which kernels this process runs: the compiled ones of the CPU, or plain torch. And recording them.
+"""Which kernels this process runs: the compiled ones of the CPU, or plain torch. And recording them. CUDA tensors have
+kernels of their own wherever torch comes with Triton.
 
 `select_kernels` runs once where a worker starts, before the model loads, because weights are packed for one kind; the
 rest runs on the thread of the forward. Must not know what the operations compute.
@@ -6,9 +7,11 @@ rest runs on the thread of the forward. Must not know what the operations comput
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,9 @@ from mstar.kernels.cpu import build
 from mstar.kernels.cpu.library import Library
 from mstar.kernels.cpu.native import NativeKernels
 from mstar.kernels.tape import RecordError, Tape
+
+if TYPE_CHECKING:
+    from mstar.kernels.triton.kernels import TritonKernels
 
 T = TypeVar("T")
 
@@ -78,6 +84,24 @@ def compiled() -> NativeKernels | None:
 def compiled_for(x: Tensor) -> NativeKernels | None:
     """The compiled kernels, if they serve tensors like ``x``."""
     return _native if _native is not None and x.is_cpu and x.dtype in _COMPILED else None
+
+
+def kernels_for(x: Tensor) -> NativeKernels | TritonKernels | None:
+    """The kernels that serve tensors like ``x``, if any do."""
+    if x.is_cuda:
+        return triton_kernels() if x.dtype in _COMPILED else None
+    return compiled_for(x)
+
+
+@cache
+def triton_kernels() -> TritonKernels | None:
+    """The kernels of CUDA tensors, loaded when the first one asks."""
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("Triton is not installed: CUDA tensors fall back to torch, several times slower")
+        return None
+    from mstar.kernels.triton.kernels import TritonKernels  # noqa: PLC0415 - builds of torch for CPUs have no Triton
+
+    return TritonKernels()
 
 
 def compiled_to_pack() -> NativeKernels | None:

@@ -1,0 +1,213 @@
+"""Attention of single queries over paged keys and values: split over the keys, no plan on the host.
+
+Runs on the thread of the forward, on one stream at a time: the counters of finished parts are shared by all calls of a
+device. Every token is taken by itself, whatever row it belongs to. How its keys are divided follows from their number
+alone, and parts are added up in their order, so a token's result has the same bits in any batch; how many programs
+share the parts follows from the batch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mstar.kernels.triton.launch import dependent_launch, dot, next_power_of_2, wait_for_inputs
+from mstar.kernels.triton.rope import has_plain_slots
+
+_MAX_COUNTERS = 1 << 17
+_NOTHING = tl.constexpr(-1e30)
+
+
+class Division(NamedTuple):
+    """How keys are divided. A part has at least `span` keys, a row at most `most_parts`: a longer row has longer parts.
+    `keys` are read at a time."""
+
+    keys: int
+    span: int
+    most_parts: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def row_of_token(q_starts, token, num_rows, ROWS: tl.constexpr):
+    """The row that owns the token, ``num_rows`` for padding. Mostly rows have one token and the first look says so."""
+    near = tl.minimum(token, num_rows - 1)
+    row = near
+    if (tl.load(q_starts + near) != token) | (tl.load(q_starts + near + 1) != token + 1):
+        i = tl.arange(0, ROWS)
+        ends = tl.load(q_starts + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+        row = tl.sum((ends <= token).to(tl.int32), 0)
+    return row
+
+
+@triton.jit
+def _attend_kernel(
+    q, k_pages, v_pages, table, kv_lens, q_starts, out, part_out, part_sums, counters, scale, num_rows,
+    q_token, q_head, out_token, out_head, page_stride, slot_stride, table_stride, parts_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    KEYS: tl.constexpr, SPAN: tl.constexpr, MOST_PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    token = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first_part = tl.program_id(2)
+    num_programs = tl.num_programs(2)
+    row = row_of_token(q_starts, token, num_rows, ROWS)
+    if row < num_rows:
+        seen = tl.load(kv_lens + row)
+        if CAUSAL:
+            seen = tl.maximum(seen - (tl.load(q_starts + row + 1) - 1 - token), 0)
+        span = tl.maximum(tl.cdiv(tl.cdiv(seen, MOST_PARTS), KEYS) * KEYS, SPAN)
+        num_parts = tl.maximum(tl.cdiv(seen, span), 1)
+        if first_part < num_parts:
+            PER: tl.constexpr = HEADS // KV_HEADS
+            member = tl.arange(0, GROUP)
+            d = tl.arange(0, DIM)
+            is_member = member < PER
+            head = kv_head * PER + member
+            inside = is_member[:, None] & (d < HEAD_DIM)[None, :]
+            query = tl.load(
+                q + token.to(tl.int64) * q_token + head[:, None] * q_head + d[None, :], mask=inside, other=0.0
+            )
+            to = out + token.to(tl.int64) * out_token + head[:, None] * out_head + d[None, :]
+            part_at = (token.to(tl.int64) * KV_HEADS + kv_head) * parts_stride
+            for part in range(first_part, num_parts, num_programs):
+                best, total, acc = _attend_part(
+                    query, k_pages, v_pages, table + row.to(tl.int64) * table_stride, part * span,
+                    tl.minimum(seen, (part + 1) * span), scale, page_stride, slot_stride, kv_head * HEAD_DIM,
+                    HEAD_DIM, DIM, GROUP, KEYS, PAGE_SIZE,
+                )  # fmt: skip
+                if num_parts == 1:
+                    tl.store(to, (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=inside)
+                else:
+                    place = (part_at + part) * PER + member
+                    tl.store(part_out + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
+                    tl.store(part_sums + place * 2, best, mask=is_member)
+                    tl.store(part_sums + place * 2 + 1, total, mask=is_member)
+            if num_parts > 1:
+                tl.debug_barrier()
+                counter = counters + token * KV_HEADS + kv_head
+                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+                if arrived == tl.minimum(num_parts, num_programs) - 1:
+                    tl.store(counter, 0)
+                    best = tl.full([GROUP], _NOTHING, tl.float32)
+                    total = tl.zeros([GROUP], tl.float32)
+                    acc = tl.zeros([GROUP, DIM], tl.float32)
+                    for part in range(num_parts):
+                        place = (part_at + part) * PER + member
+                        part_best = tl.load(part_sums + place * 2, mask=is_member, other=_NOTHING, cache_modifier=".cg")
+                        part_total = tl.load(part_sums + place * 2 + 1, mask=is_member, other=0.0, cache_modifier=".cg")
+                        part_acc = tl.load(
+                            part_out + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        higher = tl.maximum(best, part_best)
+                        keep, add = tl.exp(best - higher), tl.exp(part_best - higher)
+                        total = total * keep + part_total * add
+                        acc = acc * keep[:, None] + part_acc * add[:, None]
+                        best = higher
+                    tl.store(to, (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend_part(
+    query, k_pages, v_pages, pages, begin, end, scale, page_stride, slot_stride, head_offset,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """``(largest score, sum of weights, weighted values)`` over the keys ``begin:end`` of one row."""
+    d = tl.arange(0, DIM)
+    n = tl.arange(0, KEYS)
+    best = tl.full([GROUP], _NOTHING, tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, DIM], tl.float32)
+    for start in range(begin, end, KEYS):
+        visible = start + n < end
+        if PAGE_SIZE % KEYS == 0:  # parts start at multiples of KEYS, so a block lies in one page
+            page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
+            place = page * page_stride + (start % PAGE_SIZE + n) * slot_stride + head_offset
+        else:
+            page = tl.load(pages + (start + n) // PAGE_SIZE, mask=visible, other=0).to(tl.int64)
+            place = page * page_stride + ((start + n) % PAGE_SIZE) * slot_stride + head_offset
+        inside = visible[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(k_pages + place[:, None] + d[None, :], mask=inside, other=0.0)
+        v = tl.load(v_pages + place[:, None] + d[None, :], mask=inside, other=0.0)
+        scores = dot(query, tl.trans(k), tl.zeros([GROUP, KEYS], tl.float32)) * scale
+        scores = tl.where(visible[None, :], scores, _NOTHING)
+        higher = tl.maximum(best, tl.max(scores, 1))
+        keep = tl.exp(best - higher)
+        weights = tl.exp(scores - higher[:, None])
+        total = total * keep + tl.sum(weights, 1)
+        acc = dot(weights.to(v.dtype), v, acc * keep[:, None])
+        best = higher
+    return best, total, acc
+
+
+def attend_tokens(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    q_starts: Tensor,
+    scale: float,
+    causal: bool,
+    out: Tensor,
+    division: Division | None = None,
+) -> Tensor:
+    """`mstar.kernels.ops.paged_attend`, fast where rows have one query each."""
+    tokens, heads, head_dim = q.shape
+    page_size, kv_heads = k_pages.shape[1:3]
+    rows = kv_lens.shape[0]
+    if not serves(q, k_pages, v_pages, block_table, out) or tokens * kv_heads > _MAX_COUNTERS:
+        return NotImplemented
+    if tokens == 0 or rows == 0:
+        return out
+    dim = max(16, next_power_of_2(head_dim))
+    division = division or _division(dim)
+    most_parts = min(division.most_parts, triton.cdiv(block_table.shape[1] * page_size, division.span))
+    # Twice the processors of a large card: enough to keep them all busy, few enough that idle programs cost nothing.
+    num_programs = min(most_parts, triton.cdiv(264, tokens * kv_heads))
+    group = heads // kv_heads
+    shape = (tokens, kv_heads, most_parts, group)
+    part_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    part_sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    _attend_kernel[(tokens, kv_heads, num_programs)](
+        q, k_pages, v_pages, block_table, kv_lens, q_starts, out, part_out, part_sums, _counters(q.device), scale, rows,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), k_pages.stride(0), k_pages.stride(1),
+        block_table.stride(0), most_parts, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
+        GROUP=max(16, next_power_of_2(group)), KEYS=division.keys, SPAN=division.span, MOST_PARTS=division.most_parts,
+        PAGE_SIZE=page_size, ROWS=next_power_of_2(rows), CAUSAL=causal, num_warps=division.num_warps,
+        num_stages=division.num_stages, **dependent_launch(q),
+    )  # fmt: skip
+    return out
+
+
+def _division(dim: int) -> Division:
+    """By the width of a head alone, for the sake of bits that do not depend on the batch."""
+    return Division(32, 128, 32, 4, 3) if dim > 128 else Division(64, 128, 32, 4, 3)
+
+
+def serves(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, out: Tensor) -> bool:
+    """True for layouts that the attention kernels read."""
+    heads, head_dim = q.shape[1:]
+    return (
+        k_pages.dtype == v_pages.dtype == q.dtype
+        and k_pages.stride() == v_pages.stride()
+        and has_plain_slots(k_pages)
+        and q.stride(2) == out.stride(2) == block_table.stride(1) == 1
+        and head_dim <= 256
+        and heads // k_pages.shape[2] <= 64
+    )
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zero between calls: who reads the last part resets its counter. Made outside a capture, by the warm-up."""
+    return torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)

@@ -1,0 +1,133 @@
+"""`TritonKernels`: the operations of `mstar.kernels.ops` for CUDA tensors.
+
+Runs on the thread of the forward. Must not read values on the host: what the compiled CPU kernels refuse as out of
+range, these leave out.
+
+A method answers `NotImplemented` for a layout or dtype it has no kernel for; the caller then uses the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mstar.kernels.packed import PackedLinear
+from mstar.kernels.triton import attention_decode, attention_prefill, gated_delta, greedy, products, rope, rows
+
+
+class TritonKernels:
+    """One method per operation, with the signatures of `mstar.kernels.cpu.native.NativeKernels`."""
+
+    def __init__(self) -> None:
+        self.linear_attention = LinearAttentionKernels()
+
+    def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        dtype = out.dtype if out is not None else out_dtype or x.dtype
+        if x.dim() != 2 or not packed.data.is_cuda or dtype not in (x.dtype, torch.float32):
+            return NotImplemented
+        if out is None:
+            out = torch.empty((x.shape[0], packed.out_features), dtype=dtype, device=x.device)
+        if x.shape[0] == 1 and products.row_product(x, packed.data, packed.bias, out) is not NotImplemented:
+            return out
+        if dtype is x.dtype:
+            bias = packed.bias
+            return (
+                torch.mm(x, packed.data.t(), out=out)
+                if bias is None
+                else torch.addmm(bias.to(dtype), x, packed.data.t(), out=out)
+            )
+        torch.mm(x, packed.data.t(), out_dtype=dtype, out=out)
+        return out if packed.bias is None else out.add_(packed.bias)
+
+    def norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, zero_centered: bool
+    ) -> Tensor:
+        return rows.norm(x, residual, weight, eps, out, zero_centered)
+
+    def silu_and_mul(self, gate_up: Tensor, out: Tensor | None) -> Tensor:
+        return rows.silu_and_mul(gate_up, out)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return rows.sigmoid_mul(x, gate)
+
+    def embedding(self, ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None) -> Tensor:
+        return rows.embedding(ids, table.data if isinstance(table, PackedLinear) else table, out)
+
+    def greedy(self, logits: Tensor, out: Tensor | None) -> Tensor:
+        return greedy.greedy(logits, out)
+
+    def rope(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        head_dim: int,
+        axes: Tensor | None,
+    ) -> Tensor:
+        return rope.rope(qkv, positions, cos, sin, num_heads, head_dim, axes)
+
+    def write_kv(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Any:
+        return rope.write_kv(k, v, k_pages, v_pages, slots)
+
+    def rope_write_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        num_q_heads: int,
+        axes: Tensor | None,
+    ) -> Tensor:
+        return rope.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes)
+
+    def paged_attend(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        block_table: Tensor,
+        kv_lens: Tensor,
+        q_starts: Tensor,
+        scale: float,
+        causal: bool,
+        out: Tensor,
+    ) -> Tensor:
+        """As many tokens as rows is taken for a decode step; both kernels are right either way."""
+        attend = attention_decode.attend_tokens if q.shape[0] <= kv_lens.shape[0] else attention_prefill.attend_rows
+        return attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
+
+
+class LinearAttentionKernels:
+    """The operations of a gated delta net."""
+
+    def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
+        return rows.gated_rms_norm(x, z, weight, eps, out)
+
+    def gated_delta(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        conv_weight: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        conv_state: Tensor,
+        delta_state: Tensor,
+        slots: Tensor,
+        has_state: Tensor,
+        q_starts: Tensor,
+        key_heads: int,
+        out: Tensor,
+        max_tokens: int | None = None,
+    ) -> Tensor:
+        return gated_delta.gated_delta(
+            qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out,
+            max_tokens,
+        )  # fmt: skip

@@ -1,0 +1,47 @@
+"""How the kernels are launched: power-of-two blocks, programmatic dependent launch, and dots of either dtype.
+
+Runs on the thread of the forward. With programmatic dependent launch a kernel starts while the one before it still runs
+and waits for its results itself. Before `wait_for_inputs` a kernel may therefore read weights only: any other tensor
+may still be in the making, and not by the previous kernel alone, since several may overlap.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def dependent_launch(x: Tensor) -> dict[str, Any]:
+    """Launch arguments: `PDL` for the kernel and, where the device can, the attribute of the launch."""
+    if x.is_cuda and _can_launch_dependents(x.device.index):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@cache
+def _can_launch_dependents(device: int | None) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Let the next kernel start, and wait for the memory of the previous ones."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a @ b`` in fp32; fp32 operands are not shortened to tf32."""
+    return tl.dot(a, b, acc, input_precision="ieee")

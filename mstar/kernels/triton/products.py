@@ -1,0 +1,58 @@
+"""Products of one row with a weight matrix, where the library's kernels are bound by their latency.
+
+Runs on the thread of the forward. The weights are read before the wait for the row: they are constant, and reading them
+is all the time that such a product takes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mstar.kernels.triton.launch import dependent_launch, next_power_of_2, wait_for_inputs
+
+_MAX_IN = 8192
+
+
+@triton.jit
+def _row_product_kernel(
+    x, weight, bias, out, num_out, weight_stride,
+    NUM_IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i = tl.arange(0, BLOCK_IN)
+    inside = (o < num_out)[:, None] & (i < NUM_IN)[None, :]
+    at = weight + o.to(tl.int64)[:, None] * weight_stride + i[None, :]
+    w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(PDL)
+    row = tl.load(x + i, mask=i < NUM_IN, other=0.0)
+    y = tl.sum(w.to(tl.float32) * row.to(tl.float32)[None, :], 1)
+    if BIAS:
+        y += tl.load(bias + o, mask=o < num_out, other=0.0).to(tl.float32)
+    tl.store(out + o, y.to(out.dtype.element_ty), mask=o < num_out)
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``out = x @ weight.T + bias`` for ``x [1, in_features]``; ``out [1, out_features]``, bf16 or fp32."""
+    num_out, num_in = weight.shape
+    if num_in > _MAX_IN or weight.stride(1) != 1 or x.stride(1) != 1 or out.stride(1) != 1:
+        return NotImplemented
+    if weight.dtype is not torch.bfloat16 or x.dtype is not torch.bfloat16:
+        return NotImplemented
+    block_out, num_warps = _shape(num_out, num_in)
+    _row_product_kernel[(triton.cdiv(num_out, block_out),)](
+        x, weight, x if bias is None else bias, out, num_out, weight.stride(0), NUM_IN=num_in,
+        BLOCK_IN=next_power_of_2(num_in), BLOCK_OUT=block_out, BIAS=bias is not None, num_warps=num_warps,
+        **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+def _shape(num_out: int, num_in: int) -> tuple[int, int]:
+    """Outputs and warps of a program: about four programs for each of a large card's processors, or more."""
+    block_in = next_power_of_2(num_in)
+    block_out = 16 if num_out >= 65536 else 8 if num_out >= 4096 else 4
+    block_out = max(1, min(block_out, 16384 // block_in))
+    return block_out, 8 if block_out * block_in > 8192 else 4
