@@ -55,7 +55,7 @@ def gated_delta(
 
     where q and k are divided by ``sqrt(sum of squares + 1e-6)`` and q by ``sqrt(key_dim)``. All of it in fp32, from the
     inputs of the convolution on; the result is rounded once. ``value_heads`` is a multiple of ``key_heads``: each key
-    head serves neighbouring value heads. The kernels go token by token, so that a prompt may be cut anywhere.
+    head serves neighbouring value heads. The compiled kernel goes token by token, so that a prompt may be cut anywhere.
 
     Args:
         qkv: ``[tokens, channels]``, queries, keys and values side by side before the convolution; not modified.

@@ -21,6 +21,7 @@ from mstar.kernels.triton.rope import has_plain_slots
 
 _MAX_COUNTERS = 1 << 17
 _NOTHING = tl.constexpr(-1e30)
+_TOGETHER = tl.constexpr(4)
 
 
 class Division(NamedTuple):
@@ -32,18 +33,6 @@ class Division(NamedTuple):
     most_parts: int
     num_warps: int
     num_stages: int
-
-
-@triton.jit
-def row_of_token(q_starts, token, num_rows, ROWS: tl.constexpr):
-    """The row that owns the token, ``num_rows`` for padding. Mostly rows have one token and the first look says so."""
-    near = tl.minimum(token, num_rows - 1)
-    row = near
-    if (tl.load(q_starts + near) != token) | (tl.load(q_starts + near + 1) != token + 1):
-        i = tl.arange(0, ROWS)
-        ends = tl.load(q_starts + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
-        row = tl.sum((ends <= token).to(tl.int32), 0)
-    return row
 
 
 @triton.jit
@@ -59,11 +48,21 @@ def _attend_kernel(
     kv_head = tl.program_id(1)
     first_part = tl.program_id(2)
     num_programs = tl.num_programs(2)
-    row = row_of_token(q_starts, token, num_rows, ROWS)
+    # Mostly every row has one token: then the token's number is the row's, and one look at memory tells all.
+    row = tl.minimum(token, num_rows - 1)
+    begin = tl.load(q_starts + row)
+    end = tl.load(q_starts + row + 1)
+    seen = tl.load(kv_lens + row)
+    if (begin != token) | (end != token + 1):
+        i = tl.arange(0, ROWS)
+        ends = tl.load(q_starts + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+        row = tl.sum((ends <= token).to(tl.int32), 0)  # `num_rows` for padding
+        if row < num_rows:
+            end = tl.load(q_starts + row + 1)
+            seen = tl.load(kv_lens + row)
     if row < num_rows:
-        seen = tl.load(kv_lens + row)
         if CAUSAL:
-            seen = tl.maximum(seen - (tl.load(q_starts + row + 1) - 1 - token), 0)
+            seen = tl.maximum(seen - (end - 1 - token), 0)
         span = tl.maximum(tl.cdiv(tl.cdiv(seen, MOST_PARTS), KEYS) * KEYS, SPAN)
         num_parts = tl.maximum(tl.cdiv(seen, span), 1)
         if first_part < num_parts:
@@ -97,23 +96,44 @@ def _attend_kernel(
                 arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                 if arrived == tl.minimum(num_parts, num_programs) - 1:
                     tl.store(counter, 0)
-                    best = tl.full([GROUP], _NOTHING, tl.float32)
-                    total = tl.zeros([GROUP], tl.float32)
-                    acc = tl.zeros([GROUP, DIM], tl.float32)
-                    for part in range(num_parts):
-                        place = (part_at + part) * PER + member
-                        part_best = tl.load(part_sums + place * 2, mask=is_member, other=_NOTHING, cache_modifier=".cg")
-                        part_total = tl.load(part_sums + place * 2 + 1, mask=is_member, other=0.0, cache_modifier=".cg")
-                        part_acc = tl.load(
-                            part_out + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0,
-                            cache_modifier=".cg",
-                        )  # fmt: skip
-                        higher = tl.maximum(best, part_best)
-                        keep, add = tl.exp(best - higher), tl.exp(part_best - higher)
-                        total = total * keep + part_total * add
-                        acc = acc * keep[:, None] + part_acc * add[:, None]
-                        best = higher
-                    tl.store(to, (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=inside)
+                    _add_parts(
+                        part_out, part_sums, out, part_at, num_parts, kv_head * PER,
+                        token.to(tl.int64) * out_token, out_head, PER, HEAD_DIM, DIM,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _add_parts(
+    part_out, part_sums, out, part_at, num_parts, first_head, out_at, out_head,
+    PER: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The parts of one group of heads, in their order, `_TOGETHER` at a time: all of them are asked for before the
+    first arrives."""
+    MEMBERS: tl.constexpr = triton.next_power_of_2(PER)
+    part = tl.arange(0, _TOGETHER)
+    member = tl.arange(0, MEMBERS)
+    d = tl.arange(0, DIM)
+    is_member = member < PER
+    best = tl.full([MEMBERS], _NOTHING, tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    acc = tl.zeros([MEMBERS, DIM], tl.float32)
+    for first in range(0, num_parts, _TOGETHER):
+        exists = (first + part < num_parts)[:, None] & is_member[None, :]
+        place = (part_at + first + part)[:, None] * PER + member[None, :]
+        inside = exists[:, :, None] & (d < HEAD_DIM)[None, None, :]
+        at = part_out + place[:, :, None] * HEAD_DIM + d[None, None, :]
+        part_acc = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        part_best = tl.load(part_sums + place * 2, mask=exists, other=_NOTHING, cache_modifier=".cg")
+        part_total = tl.load(part_sums + place * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(best, tl.max(part_best, 0))
+        keep = tl.exp(best - higher)
+        weight = tl.exp(part_best - higher[None, :])
+        total = total * keep + tl.sum(part_total * weight, 0)
+        acc = acc * keep[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
+        best = higher
+    result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
+    to = out + out_at + (first_head + member)[:, None] * out_head + d[None, :]
+    tl.store(to, result, mask=is_member[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -191,7 +211,7 @@ def attend_tokens(
 
 def _division(dim: int) -> Division:
     """By the width of a head alone, for the sake of bits that do not depend on the batch."""
-    return Division(32, 128, 32, 4, 3) if dim > 128 else Division(64, 128, 32, 4, 3)
+    return Division(32, 128, 64, 4, 3) if dim > 128 else Division(64, 128, 64, 4, 3)
 
 
 def serves(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, out: Tensor) -> bool:

@@ -19,9 +19,8 @@ _NORM_EPS = tl.constexpr(1e-6)
 @triton.jit
 def _delta_kernel(
     qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, out,
-    qkv_stride, b_stride, a_stride, weight_stride, conv_slot, delta_slot, out_stride,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, PAST: tl.constexpr,
-    SINGLE: tl.constexpr, PDL: tl.constexpr,
+    qkv_stride, b_stride, a_stride, weight_stride, tap_stride, conv_slot, delta_slot, out_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`SINGLE` goes without the loop, which costs twice the registers even where it turns once."""
     head = tl.program_id(0)
@@ -33,36 +32,34 @@ def _delta_kernel(
     begin = tl.load(q_starts + row)
     end = tl.load(q_starts + row + 1)
     slot = tl.load(slots + row).to(tl.int64)
-    if (slot >= 0) & (begin < end):
-        known = tl.load(has_state + row) != 0
-        num_known = tl.where(known, DIM, 0)
-        state_at = delta_state + slot * delta_slot + (head * DIM + i)[:, None] * DIM + i[None, :]
-        state = tl.load(state_at, mask=(i < num_known)[:, None], other=0.0).to(tl.float32)
-        if SINGLE:
-            state = _turn(
-                state, qkv, b, a, conv_weight, conv_state + slot * conv_slot, out, decay_rate, bias, known,
-                begin, end, begin.to(tl.int64), head, qkv_stride, b_stride, a_stride, weight_stride, out_stride,
-                KEY_HEADS, VALUE_HEADS, DIM, PAST,
-            )  # fmt: skip
-        else:
-            for turn in range(end - begin):
-                state = _turn(
-                    state, qkv, b, a, conv_weight, conv_state + slot * conv_slot, out, decay_rate, bias, known,
-                    begin, end, begin.to(tl.int64) + turn, head, qkv_stride, b_stride, a_stride, weight_stride,
-                    out_stride, KEY_HEADS, VALUE_HEADS, DIM, PAST,
-                )  # fmt: skip
-        tl.store(state_at, state.to(delta_state.dtype.element_ty))
-    if slot < 0:
+    flag = tl.load(has_state + row)
+    # No branch around the loads: what they need is here, and each branch would add a look at memory to wait for.
+    num_owned = tl.where((slot >= 0) & (begin < end), DIM, 0)
+    num_known = tl.where(flag != 0, num_owned, 0)
+    state_at = delta_state + slot * delta_slot + (head * DIM + i)[:, None] * DIM + i[None, :]
+    state = tl.load(state_at, mask=(i < num_known)[:, None], other=0.0).to(tl.float32)
+    history = conv_state + slot * conv_slot
+    if SINGLE:
+        state = _turn(
+            state, qkv, b, a, conv_weight, history, out, decay_rate, bias, num_owned, num_known,
+            begin, begin + 1, begin.to(tl.int64), head, tl.where(begin < end, DIM, 0), qkv_stride, b_stride, a_stride,
+            weight_stride, tap_stride, out_stride, KEY_HEADS, VALUE_HEADS, DIM, True,
+        )  # fmt: skip
+    else:
         for turn in range(end - begin):
-            to = out + (begin.to(tl.int64) + turn) * out_stride + head * DIM + i
-            tl.store(to, tl.zeros([DIM], out.dtype.element_ty))
+            state = _turn(
+                state, qkv, b, a, conv_weight, history, out, decay_rate, bias, num_owned, num_known,
+                begin, end, begin.to(tl.int64) + turn, head, DIM, qkv_stride, b_stride, a_stride,
+                weight_stride, tap_stride, out_stride, KEY_HEADS, VALUE_HEADS, DIM, False,
+            )  # fmt: skip
+    tl.store(state_at, state.to(delta_state.dtype.element_ty), mask=(i < num_owned)[:, None])
 
 
 @triton.jit
 def _turn(
-    state, qkv, b, a, conv_weight, conv_state, out, decay_rate, bias, known, begin, end, token, head,
-    qkv_stride, b_stride, a_stride, weight_stride, out_stride,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, PAST: tl.constexpr,
+    state, qkv, b, a, conv_weight, history, out, decay_rate, bias, num_owned, num_known,
+    begin, end, token, head, num_out, qkv_stride, b_stride, a_stride, weight_stride, tap_stride, out_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: stores its result, moves the convolution's state on after the row's last token, and
     returns the state of the rule."""
@@ -76,38 +73,54 @@ def _turn(
     kind = tl.arange(0, 4)[:, None]
     first = tl.where(kind == 2, 2 * KEY_HEADS * DIM + head * DIM, kind * KEY_HEADS * DIM + (head // PER) * DIM)
     channel = first + i[None, :]
-    is_lane = (i >= 0)[None, :]
-    mixed = tl.zeros([4, DIM], tl.float32)
-    for tap in tl.static_range(PAST + 1):
-        source = token - PAST + tap
-        num_new = tl.where(source >= begin, 3, 0)  # kinds to read, of three
-        x = tl.load(qkv + source * qkv_stride + channel, mask=(kind < num_new) & is_lane, other=0.0)
-        if tap < PAST:
-            num_old = tl.where(known, 3 - num_new, 0)
-            old = conv_state + (PAST + source - begin) * CHANNELS + channel
-            x += tl.load(old, mask=(kind < num_old) & is_lane, other=0.0)
-        weight = tl.load(conv_weight + channel * weight_stride + tap, mask=(kind < 3) & is_lane, other=0.0)
-        mixed += weight.to(tl.float32) * x.to(tl.float32)
-        if tap > 0:  # the columns move up one by one, each read before it is overwritten
-            end_moved = tl.where(token == end - 1, 3, 0)
-            is_moved = (kind >= FIRST_MOVED) & (kind < end_moved) & is_lane
-            tl.store(conv_state + (tap - 1) * CHANNELS + channel, x, mask=is_moved)
+    # All loads come before any store: a load behind a store of what another load brought would wait for that.
+    x0 = _input(qkv, history, channel, kind, i, token - 3, begin, num_known, qkv_stride, CHANNELS, SINGLE)
+    x1 = _input(qkv, history, channel, kind, i, token - 2, begin, num_known, qkv_stride, CHANNELS, SINGLE)
+    x2 = _input(qkv, history, channel, kind, i, token - 1, begin, num_known, qkv_stride, CHANNELS, SINGLE)
+    x3 = tl.load(qkv + token * qkv_stride + channel, mask=(kind < 3) & (i < num_owned)[None, :], other=0.0)
+    beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
+    step = tl.load(a + token * a_stride + head).to(tl.float32) + bias
+    weight = conv_weight + channel * weight_stride
+    is_channel = (kind < 3) & (i >= 0)[None, :]
+    mixed = tl.load(weight, mask=is_channel, other=0.0).to(tl.float32) * x0.to(tl.float32)
+    mixed += tl.load(weight + tap_stride, mask=is_channel, other=0.0).to(tl.float32) * x1.to(tl.float32)
+    mixed += tl.load(weight + 2 * tap_stride, mask=is_channel, other=0.0).to(tl.float32) * x2.to(tl.float32)
+    mixed += tl.load(weight + 3 * tap_stride, mask=is_channel, other=0.0).to(tl.float32) * x3.to(tl.float32)
+    num_moved = tl.where(token == end - 1, num_owned, 0)
+    is_moved = (kind >= FIRST_MOVED) & (kind < 3) & (i < num_moved)[None, :]
+    tl.store(history + channel, x1, mask=is_moved)
+    tl.store(history + CHANNELS + channel, x2, mask=is_moved)
+    tl.store(history + 2 * CHANNELS + channel, x3, mask=is_moved)
     mixed = mixed * tl.sigmoid(mixed)
     q = tl.sum(tl.where(kind == 0, mixed, 0.0), 0)
     k = tl.sum(tl.where(kind == 1, mixed, 0.0), 0)
     v = tl.sum(tl.where(kind == 2, mixed, 0.0), 0)
     q = q * tl.rsqrt(tl.sum(q * q, 0) + _NORM_EPS) * (DIM**-0.5)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + _NORM_EPS)
-    beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-    step = tl.load(a + token * a_stride + head).to(tl.float32) + bias
     decay = tl.exp(-decay_rate * _softplus(step))
     # Both products with the state in one pass over it: (decay·S + k⊗d)ᵀq = decay·Sᵀq + (k·q)·d.
     along_k = tl.sum(state * k[:, None], 0)
     along_q = tl.sum(state * q[:, None], 0)
     added = (v - decay * along_k) * beta
-    result = decay * along_q + tl.sum(k * q, 0) * added
-    tl.store(out + token * out_stride + head * DIM + i, result.to(out.dtype.element_ty))
+    result = tl.where(num_owned > 0, decay * along_q + tl.sum(k * q, 0) * added, 0.0)
+    tl.store(out + token * out_stride + head * DIM + i, result.to(out.dtype.element_ty), mask=i < num_out)
     return state * decay + k[:, None] * added[None, :]
+
+
+@triton.jit
+def _input(
+    qkv, history, channel, kind, i, source, begin, num_known, qkv_stride, CHANNELS: tl.constexpr, SINGLE: tl.constexpr
+):
+    """What the convolution saw at token ``source``, which may lie before the row's first."""
+    past = history + (3 + source - begin) * CHANNELS + channel
+    if SINGLE:
+        return tl.load(past, mask=(kind < 3) & (i < num_known)[None, :], other=0.0)
+    else:
+        num_new = tl.where(source >= begin, 3, 0)
+        num_old = tl.where(num_known > 0, 3 - num_new, 0)
+        is_lane = (i >= 0)[None, :]
+        new = tl.load(qkv + source * qkv_stride + channel, mask=(kind < num_new) & is_lane, other=0.0)
+        return new + tl.load(past, mask=(kind < num_old) & is_lane, other=0.0)
 
 
 @triton.jit
@@ -159,13 +172,13 @@ def gated_delta(
     out: Tensor,
     max_tokens: int | None,
 ) -> Tensor:
-    """`mstar.kernels.ops.gated_delta`, for heads as wide in keys as in values."""
+    """`mstar.kernels.ops.gated_delta`, for heads as wide in keys as in values and a convolution of four taps."""
     value_heads, dim, value_dim = delta_state.shape[1:]
     past, channels = conv_state.shape[1:]
     rows = slots.shape[0]
     is_power = dim == next_power_of_2(dim) and 16 <= dim <= 128
-    inner = (qkv.stride(1), b.stride(1), a.stride(1), conv_weight.stride(1), out.stride(1))
-    if dim != value_dim or not is_power or inner != (1,) * 5 or past < 1:
+    inner = (qkv.stride(1), b.stride(1), a.stride(1), out.stride(1))
+    if dim != value_dim or not is_power or inner != (1,) * 4 or past != 3:
         return NotImplemented
     if not (delta_state[0].is_contiguous() and conv_state[0].is_contiguous()) or conv_state.dtype != qkv.dtype:
         return NotImplemented
@@ -174,8 +187,8 @@ def gated_delta(
     launch = dependent_launch(qkv)
     _delta_kernel[(value_heads, rows)](
         qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, out,
-        qkv.stride(0), b.stride(0), a.stride(0), conv_weight.stride(0), conv_state.stride(0), delta_state.stride(0),
-        out.stride(0), KEY_HEADS=key_heads, VALUE_HEADS=value_heads, DIM=dim, PAST=past, SINGLE=max_tokens == 1,
+        qkv.stride(0), b.stride(0), a.stride(0), *conv_weight.stride(), conv_state.stride(0), delta_state.stride(0),
+        out.stride(0), KEY_HEADS=key_heads, VALUE_HEADS=value_heads, DIM=dim, SINGLE=max_tokens == 1,
         num_warps=8 if dim > 64 else 4, **launch,
     )  # fmt: skip
     if value_heads != key_heads:

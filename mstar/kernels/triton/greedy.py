@@ -27,8 +27,9 @@ def _part_kernel(logits, keys, vocab, stride, num_parts, BLOCK: tl.constexpr, PD
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value == value, order, 0x7FFFFFFF)
-    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - columns).to(tl.int64)
-    tl.store(keys + row * num_parts + part, tl.max(key, 0))
+    largest = tl.max(order, 0)
+    first = tl.min(tl.where(order == largest, columns, 0x7FFFFFFF), 0)
+    tl.store(keys + row * num_parts + part, (largest.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64))
 
 
 @triton.jit

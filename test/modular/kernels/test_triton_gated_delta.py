@@ -23,14 +23,16 @@ class Layer:
         self.dtype = dtype
         self.conv_weight = torch.randn(self.channels, PAST + 1).to(dtype)
         self.a_log, self.dt_bias = torch.randn(self.heads), torch.randn(self.heads)
-        self.on_device = [put(self.conv_weight), put(self.a_log), put(self.dt_bias)]
+        self.on_device = [put(self.conv_weight.t().contiguous()).t(), put(self.a_log), put(self.dt_bias)]
         self.conv_state = torch.full((slots, PAST, self.channels), NAN, dtype=dtype, device=DEVICE)
         self.delta_state = torch.full((slots, self.heads, self.dim, self.dim), NAN, device=DEVICE)
 
     def inputs(self, tokens: int) -> Tensor:
         return (torch.randn(tokens, self.channels + 2 * self.heads + 5) * 2).to(self.dtype)
 
-    def run(self, x: Tensor, lengths: list[int], slots: list[int], known: list[int]) -> Tensor:
+    def run(
+        self, x: Tensor, lengths: list[int], slots: list[int], known: list[int], max_tokens: int | None = None
+    ) -> Tensor:
         device = put(x)
         b = device[:, self.channels : self.channels + self.heads]
         a = device[:, self.channels + self.heads : self.channels + 2 * self.heads]
@@ -41,7 +43,7 @@ class Layer:
             device[:, : self.channels], b, a, *self.on_device, self.conv_state, self.delta_state,
             torch.tensor(slots, dtype=torch.int32, device=DEVICE),
             torch.tensor(known, dtype=torch.int32, device=DEVICE), starts, self.key_heads, out,
-            max(lengths),
+            max_tokens or max(lengths),
         )  # fmt: skip
         assert result is not NotImplemented and (wide[:, self.heads * self.dim :] == 9).all()
         return out.cpu()
@@ -123,15 +125,33 @@ def test_any_batch_and_any_cut_give_the_same_bits(dtype: torch.dtype, kind: tupl
     layer = Layer(kind, dtype)
     lengths = [9, 3, 1, 6]
     x = layer.inputs(sum(lengths))
-    together = layer.run(x, lengths, [1, 2, 3, 4], [0] * 4)
+    together = layer.run(x, lengths, [1, 2, 3, 4], [0] * 4)  # the kernel for steps of one token rounds in other places
     start = 0
     for row, length in enumerate(lengths):
         tokens = x[start : start + length].split(1)
-        parts = [layer.run(token, [1], [5], [int(i > 0)]) for i, token in enumerate(tokens)]
+        parts = [layer.run(token, [1], [5], [int(i > 0)], 9) for i, token in enumerate(tokens)]
         assert torch.equal(torch.cat(parts), together[start : start + length])
         assert torch.equal(layer.delta_state[5], layer.delta_state[row + 1])
         assert torch.equal(layer.conv_state[5], layer.conv_state[row + 1])
         start += length
+
+
+@dtypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_step_has_the_same_bits_in_any_batch(dtype: torch.dtype, kind: tuple[int, int, int]) -> None:
+    layer = Layer(kind, dtype)
+    before = torch.randn(layer.conv_state.shape).to(dtype), torch.randn(layer.delta_state.shape)
+    x = layer.inputs(6)
+    expected: list[Tensor] = []
+    for rows in ([[i] for i in range(6)], [list(range(6))], [[5, 0], [3, 1, 2], [4]]):
+        layer.conv_state.copy_(before[0])
+        layer.delta_state.copy_(before[1])
+        out = torch.empty(6, layer.heads * layer.dim, dtype=dtype)
+        for taken in rows:
+            out[taken] = layer.run(x[taken], [1] * len(taken), [i + 1 for i in taken], [1] * len(taken))
+        results = [out, layer.conv_state.cpu(), layer.delta_state.cpu()]
+        assert all(map(torch.equal, results, expected or results))
+        expected = results
 
 
 @dtypes

@@ -14,6 +14,11 @@ TOKENS = [0, 1, 9, 33, 2050] if ON_DEVICE else [0, 1, 9]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+def loose(expected: oracle.Expected) -> oracle.Expected:
+    """The exponential of a device is short of some bits, the more the larger its argument."""
+    return oracle.Expected(expected.value, expected.bound + expected.value.abs() * 2.0**-17)
+
+
 @dtypes
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
@@ -47,13 +52,13 @@ def test_a_norm_of_heads_inside_columns_of_a_projection(dtype: torch.dtype) -> N
 def test_gates(dtype: torch.dtype, width: int) -> None:
     for tokens in TOKENS:
         gate_up = (torch.randn(tokens, 2 * width) * 8).to(dtype)
-        oracle.silu_and_mul(gate_up).check(KERNELS.silu_and_mul(put(gate_up), None).cpu())
+        loose(oracle.silu_and_mul(gate_up)).check(KERNELS.silu_and_mul(put(gate_up), None).cpu())
         wide = torch.randn(tokens, 2 * width + 3).to(dtype) * 8
         x, gate = wide[:, :width], wide[:, width + 1 : 2 * width + 1]
         for each in (gate, gate[:, :1], torch.randn(tokens, 3)[:, 1:2]):
             device = put(x)
             assert KERNELS.sigmoid_mul(device, put(each)) is device
-            oracle.sigmoid_mul(x, each).check(device.cpu())
+            loose(oracle.sigmoid_mul(x, each)).check(device.cpu())
             assert torch.equal(around(device).view(wide.shape)[:, width:], wide[:, width:])
     extreme = torch.tensor([[-300.0, 300.0, -89.0, 0.0] + [1.0] * 4]).to(dtype)
     got = KERNELS.silu_and_mul(put(extreme), None)[0].cpu()
@@ -67,7 +72,7 @@ def test_gated_norm(dtype: torch.dtype, heads: int, dim: int) -> None:
     for tokens in TOKENS:
         x, wide = torch.randn(tokens, heads * dim).to(dtype), torch.randn(tokens, heads * dim + 5).to(dtype) * 4
         z = wide[:, 3 : 3 + heads * dim]
-        device, expected = put(x), oracle.gated_rms_norm(x, z, weight, 1e-6)
+        device, expected = put(x), loose(oracle.gated_rms_norm(x, z, weight, 1e-6))
         expected.check(KERNELS.linear_attention.gated_rms_norm(device, put(z), put(weight), 1e-6, None).cpu())
         assert KERNELS.linear_attention.gated_rms_norm(device, put(z), put(weight), 1e-6, device) is device
         expected.check(device.cpu())
