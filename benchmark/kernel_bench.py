@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import GatedNorm, HeadNorms
 
 HIDDEN, WIDTH, VOCAB, PAGE = 1024, 3584, 248_320, 64
 HEADS, KV_HEADS, HEAD_DIM, HALF = 8, 2, 256, 32
@@ -84,6 +85,8 @@ def product_kernels(rows: int) -> dict[str, float]:
         x = normal(rows, num_in)
         layers = [ops.pack_linear(normal(num_out, num_in)) for _ in range(LAYERS)]
         times[name] = time_us([lambda each=each, x=x: ops.linear(x, each) for each in layers])
+    x, layers = normal(rows, HIDDEN), [ops.pack_linear(normal(2 * WIDTH, HIDDEN)) for _ in range(LAYERS)]
+    times["gate_up_silu"] = time_us([lambda each=each: ops.gated_linear(x, each) for each in layers])
     head, x = ops.pack_linear(normal(VOCAB, HIDDEN)), normal(rows, HIDDEN)
     times["logits"] = time_us([lambda: ops.linear(x, head, out_dtype=torch.float32)] * 2)
     return times
@@ -98,11 +101,16 @@ def attention_kernels(rows: int, context: int) -> dict[str, float]:
     wide = normal(rows, (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM)
     qkv = wide[:, : (HEADS + 2 * KV_HEADS) * HEAD_DIM]
     q = qkv.view(rows, -1, HEAD_DIM)[:, :HEADS]
+    norms = HeadNorms(normal(HEAD_DIM), normal(HEAD_DIM), 1e-6, True)
     positions, slots = lens - 1, table[:, -1] * PAGE + (context - 1) % PAGE
     cos, sin = normal(context, HALF, dtype=torch.float32), normal(context, HALF, dtype=torch.float32)
     return {
         "rope_write_kv": time_us([
             lambda k=k, v=v: ops.rope_write_kv(qkv, positions, cos, sin, slots, k, v, HEADS) for k, v in layers
+        ]),
+        "norms_rope_write_kv": time_us([
+            lambda k=k, v=v: ops.rope_write_kv(qkv, positions, cos, sin, slots, k, v, HEADS, norms=norms)
+            for k, v in layers
         ]),
         f"attend_{context}": time_us([
             lambda k=k, v=v: ops.paged_attend(q, k, v, table, lens, starts, HEAD_DIM**-0.5) for k, v in layers
@@ -118,12 +126,19 @@ def delta_kernels(rows: int) -> dict[str, float]:
     conv = [normal(rows + 1, CONV_KERNEL - 1, CHANNELS) for _ in range(LAYERS)]
     slots = torch.randperm(rows, device="cuda").int() + 1
     known, starts = torch.ones_like(slots), torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    norm = GatedNorm(wide[:, CHANNELS : CHANNELS + DELTA_HEADS * DELTA_DIM], normal(DELTA_DIM), 1e-6)
     times: dict[str, float] = {}
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         states = [normal(rows + 1, DELTA_HEADS, DELTA_DIM, DELTA_DIM, dtype=dtype) for _ in range(LAYERS)]
         times[f"gated_delta_{name}"] = time_us([
             lambda c=c, s=s: ops.gated_delta(
                 qkv, b, a, weight, a_log, dt_bias, c, s, slots, known, starts, DELTA_HEADS, max_tokens=1
+            )
+            for c, s in zip(conv, states, strict=True)
+        ])  # fmt: skip
+        times[f"gated_delta_and_norm_{name}"] = time_us([
+            lambda c=c, s=s: ops.gated_delta(
+                qkv, b, a, weight, a_log, dt_bias, c, s, slots, known, starts, DELTA_HEADS, max_tokens=1, norm=norm
             )
             for c, s in zip(conv, states, strict=True)
         ])  # fmt: skip

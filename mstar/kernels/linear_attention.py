@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mstar.kernels import reference, reference_gated_delta
+from mstar.kernels.fused_norms import GatedNorm
 from mstar.kernels.selection import compiled_for, kernels_for, refuse_recording, triton_kernels
 
 
@@ -40,6 +41,7 @@ def gated_delta(
     key_heads: int,
     out: Tensor | None = None,
     max_tokens: int | None = None,
+    norm: GatedNorm | None = None,
 ) -> Tensor:
     """Causal convolution, silu and the gated delta rule (Yang et al. 2024, "Gated Delta Networks"), per row over its
     state, which goes on by the row's tokens.
@@ -67,6 +69,7 @@ def gated_delta(
         slots: int32 ``[rows]``, as ``has_state``.
         q_starts: int32 ``[rows + 1]``.
         max_tokens: no row has more, as far as the host knows without a look; 1, a decode step, has a faster kernel.
+        norm: `gated_rms_norm` of the result, on the way.
 
     Returns:
         ``[tokens, value_heads * value_dim]`` in the dtype of ``qkv``.
@@ -78,11 +81,11 @@ def gated_delta(
         qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out
     )  # fmt: skip
     if qkv.is_cuda and (device_kernels := triton_kernels()) is not None:
-        if device_kernels.linear_attention.gated_delta(*arguments, max_tokens) is not NotImplemented:
+        if device_kernels.linear_attention.gated_delta(*arguments, max_tokens, norm) is not NotImplemented:
             return out
     if (native := compiled_for(qkv)) is not None:
         if native.linear_attention.gated_delta(*arguments) is not NotImplemented:
-            return out
+            return out if norm is None else gated_rms_norm(out, *norm, out=out)
     refuse_recording("gated_delta")  # the reference reads lengths in Python
     reference_gated_delta.gated_delta(*arguments)
-    return out
+    return out if norm is None else gated_rms_norm(out, *norm, out=out)

@@ -13,18 +13,20 @@ Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view
     select_kernels(choice=None)                                         "auto" | "native" | "torch" -> kind in use
     pack_linear(weight, bias=None)                                      -> PackedLinear, once at load
     linear(x, packed, out=None, out_dtype=None)                         [..., in] -> [..., out]
+    gated_linear(x, packed, out=None)                                   silu_and_mul(linear(x, packed))
     embedding(ids, table, out=None)                                     table: Tensor or PackedLinear (tied weights)
     rms_norm(x, weight, eps, out=None, zero_centered=False)             any leading shape; out may be x
     fused_add_rms_norm(x, residual, weight, eps, zero_centered=False)   residual += x; x = rms_norm(residual); in place
     rope(qkv, positions, cos, sin, num_heads, head_dim, axes=None)      in place, first num_heads heads
     write_kv(k, v, k_pages, v_pages, slots)
-    rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes=None)      both in one pass
+    rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes=None, norms=None)
+                                                                        both in one pass
     paged_attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, out=None, causal=True)
     silu_and_mul(gate_up, out=None)                                     [tokens, 2w] -> [tokens, w]
     sigmoid_mul(x, gate)                                                x *= sigmoid(gate); in place
     gated_rms_norm(x, z, weight, eps, out=None)                         rms_norm per head, times silu(z); out may be x
     gated_delta(qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads,
-                out=None, max_tokens=None)                              convolution and gated delta rule over states
+                out=None, max_tokens=None, norm=None)                   convolution and gated delta rule over states
     pack_experts(weight)                                                -> PackedExperts, once at load
     router_top_k(logits, k)                                             -> (ids int32, weights fp32), [tokens, k]
     moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus=None, out=None)      experts' gated MLPs, weighted sum
@@ -46,6 +48,7 @@ from torch import Tensor
 from mstar.kernels import reference
 from mstar.kernels.cpu.native import NativeKernels
 from mstar.kernels.experts import moe_mlp, pack_experts, router_top_k
+from mstar.kernels.fused_norms import HeadNorms
 from mstar.kernels.linear_attention import gated_delta, gated_rms_norm
 from mstar.kernels.packed import PackedLinear
 from mstar.kernels.selection import (
@@ -66,6 +69,7 @@ __all__ = [
     "record",
     "pack_linear",
     "linear",
+    "gated_linear",
     "embedding",
     "rms_norm",
     "fused_add_rms_norm",
@@ -108,6 +112,15 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None, out_dtype
     wanted = out.dtype if out is not None else (out_dtype or x.dtype)
     bias = None if packed.bias is None else packed.bias.to(x.dtype)
     return _into(out, reference.linear(x, packed.matrix(), bias, wanted))
+
+
+def gated_linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+    """`silu_and_mul` of `linear`, for a packed ``[gate | up]``."""
+    if x.is_cuda and (device_kernels := triton_kernels()) is not None:
+        result = device_kernels.gated_linear(x, packed, out)
+        if result is not NotImplemented:
+            return result
+    return silu_and_mul(linear(x, packed), out)
 
 
 def embedding(ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None = None) -> Tensor:
@@ -181,8 +194,25 @@ def rope_write_kv(
     v_pages: Tensor,
     num_q_heads: int,
     axes: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of keys and values."""
+    """`rope` over queries and keys of ``qkv [tokens, (q + 2 kv) * head_dim]``, then `write_kv` of keys and values.
+
+    ``norms``: `rms_norm` of each query and key head before all that.
+    """
+    if qkv.is_cuda and norms is not None and (device_kernels := triton_kernels()) is not None:
+        result = device_kernels.rope_write_kv(
+            qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes, norms
+        )
+        if result is not NotImplemented:
+            return result
+    if norms is not None:
+        q_and_k = qkv.unflatten(1, (-1, k_pages.shape[3]))[:, : num_q_heads + k_pages.shape[2]]
+        for heads, weight in (
+            (q_and_k[:, :num_q_heads], norms.q_weight),
+            (q_and_k[:, num_q_heads:], norms.k_weight),
+        ):
+            rms_norm(heads, weight, norms.eps, out=heads, zero_centered=norms.zero_centered)
     if (native := kernels_for(qkv)) is not None:
         result = native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes)
         if result is not NotImplemented:

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mstar.kernels.fused_norms import GatedNorm
 from mstar.kernels.triton.launch import dependent_launch, next_power_of_2, wait_for_inputs
+from mstar.kernels.triton.rows import gated_norm
 
 _NORM_EPS = tl.constexpr(1e-6)
 
@@ -19,8 +21,10 @@ _NORM_EPS = tl.constexpr(1e-6)
 @triton.jit
 def _delta_kernel(
     qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, out,
-    qkv_stride, b_stride, a_stride, weight_stride, tap_stride, conv_slot, delta_slot, out_stride,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
+    z, norm_weight, eps, qkv_stride, b_stride, a_stride, weight_stride, tap_stride, conv_slot, delta_slot, out_stride,
+    z_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`SINGLE` goes without the loop, which costs twice the registers even where it turns once."""
     head = tl.program_id(0)
@@ -43,14 +47,16 @@ def _delta_kernel(
         state = _turn(
             state, qkv, b, a, conv_weight, history, out, decay_rate, bias, num_owned, num_known,
             begin, begin + 1, begin.to(tl.int64), head, tl.where(begin < end, DIM, 0), qkv_stride, b_stride, a_stride,
-            weight_stride, tap_stride, out_stride, KEY_HEADS, VALUE_HEADS, DIM, True,
+            weight_stride, tap_stride, out_stride, z, norm_weight, eps, z_stride,
+            KEY_HEADS, VALUE_HEADS, DIM, True, NORM,
         )  # fmt: skip
     else:
         for turn in range(end - begin):
             state = _turn(
                 state, qkv, b, a, conv_weight, history, out, decay_rate, bias, num_owned, num_known,
                 begin, end, begin.to(tl.int64) + turn, head, DIM, qkv_stride, b_stride, a_stride,
-                weight_stride, tap_stride, out_stride, KEY_HEADS, VALUE_HEADS, DIM, False,
+                weight_stride, tap_stride, out_stride, z, norm_weight, eps, z_stride,
+                KEY_HEADS, VALUE_HEADS, DIM, False, NORM,
             )  # fmt: skip
     tl.store(state_at, state.to(delta_state.dtype.element_ty), mask=(i < num_owned)[:, None])
 
@@ -59,7 +65,8 @@ def _delta_kernel(
 def _turn(
     state, qkv, b, a, conv_weight, history, out, decay_rate, bias, num_owned, num_known,
     begin, end, token, head, num_out, qkv_stride, b_stride, a_stride, weight_stride, tap_stride, out_stride,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr,
+    z, norm_weight, eps, z_stride,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: stores its result, moves the convolution's state on after the row's last token, and
     returns the state of the rule."""
@@ -80,6 +87,9 @@ def _turn(
     x3 = tl.load(qkv + token * qkv_stride + channel, mask=(kind < 3) & (i < num_owned)[None, :], other=0.0)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
     step = tl.load(a + token * a_stride + head).to(tl.float32) + bias
+    if NORM:
+        gate = tl.load(z + token * z_stride + head * DIM + i, mask=i < num_out, other=0.0).to(tl.float32)
+        scale = tl.load(norm_weight + i).to(tl.float32)
     weight = conv_weight + channel * weight_stride
     is_channel = (kind < 3) & (i >= 0)[None, :]
     mixed = tl.load(weight, mask=is_channel, other=0.0).to(tl.float32) * x0.to(tl.float32)
@@ -103,6 +113,9 @@ def _turn(
     along_q = tl.sum(state * q[:, None], 0)
     added = (v - decay * along_k) * beta
     result = tl.where(num_owned > 0, decay * along_q + tl.sum(k * q, 0) * added, 0.0)
+    if NORM:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        result = gated_norm(result, gate, scale, eps, DIM, out.dtype.element_ty)
     tl.store(out + token * out_stride + head * DIM + i, result.to(out.dtype.element_ty), mask=i < num_out)
     return state * decay + k[:, None] * added[None, :]
 
@@ -171,6 +184,7 @@ def gated_delta(
     key_heads: int,
     out: Tensor,
     max_tokens: int | None,
+    norm: GatedNorm | None,
 ) -> Tensor:
     """`mstar.kernels.ops.gated_delta`, for heads as wide in keys as in values and a convolution of four taps."""
     value_heads, dim, value_dim = delta_state.shape[1:]
@@ -182,13 +196,17 @@ def gated_delta(
         return NotImplemented
     if not (delta_state[0].is_contiguous() and conv_state[0].is_contiguous()) or conv_state.dtype != qkv.dtype:
         return NotImplemented
+    if norm is not None and (norm.z.stride(1) != 1 or norm.weight.stride(0) != 1):
+        return NotImplemented
     if rows == 0 or qkv.shape[0] == 0:
         return out
     launch = dependent_launch(qkv)
     _delta_kernel[(value_heads, rows)](
         qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, out,
+        out if norm is None else norm.z, out if norm is None else norm.weight, 0.0 if norm is None else norm.eps,
         qkv.stride(0), b.stride(0), a.stride(0), *conv_weight.stride(), conv_state.stride(0), delta_state.stride(0),
-        out.stride(0), KEY_HEADS=key_heads, VALUE_HEADS=value_heads, DIM=dim, SINGLE=max_tokens == 1,
+        out.stride(0), 0 if norm is None else norm.z.stride(0),
+        KEY_HEADS=key_heads, VALUE_HEADS=value_heads, DIM=dim, SINGLE=max_tokens == 1, NORM=norm is not None,
         num_warps=8 if dim > 64 else 4, **launch,
     )  # fmt: skip
     if value_heads != key_heads:

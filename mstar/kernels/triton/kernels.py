@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mstar.kernels.fused_norms import GatedNorm, HeadNorms
 from mstar.kernels.packed import PackedLinear
 from mstar.kernels.triton import attention_decode, attention_prefill, gated_delta, greedy, products, rope, rows
 
@@ -40,6 +41,14 @@ class TritonKernels:
             )
         torch.mm(x, packed.data.t(), out_dtype=dtype, out=out)
         return out if packed.bias is None else out.add_(packed.bias)
+
+    def gated_linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
+        width = packed.out_features // 2
+        if x.dim() != 2 or x.shape[0] != 1 or not packed.data.is_cuda:
+            return NotImplemented
+        if out is None:
+            out = torch.empty((1, width), dtype=x.dtype, device=x.device)
+        return products.gated_row_product(x, packed.data, packed.bias, out)
 
     def norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, zero_centered: bool
@@ -84,8 +93,9 @@ class TritonKernels:
         v_pages: Tensor,
         num_q_heads: int,
         axes: Tensor | None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        return rope.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes)
+        return rope.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes, norms)
 
     def paged_attend(
         self,
@@ -126,8 +136,9 @@ class LinearAttentionKernels:
         key_heads: int,
         out: Tensor,
         max_tokens: int | None = None,
+        norm: GatedNorm | None = None,
     ) -> Tensor:
         return gated_delta.gated_delta(
             qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out,
-            max_tokens,
+            max_tokens, norm,
         )  # fmt: skip

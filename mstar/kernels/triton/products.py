@@ -34,6 +34,48 @@ def _row_product_kernel(
     tl.store(out + o, y.to(out.dtype.element_ty), mask=o < num_out)
 
 
+@triton.jit
+def _gated_row_product_kernel(
+    x, weight, bias, out, num_out, weight_stride,
+    NUM_IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Gates are the first ``num_out`` rows of the weights, the other factors the rest."""
+    o = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i = tl.arange(0, BLOCK_IN)
+    inside = (o < num_out)[:, None] & (i < NUM_IN)[None, :]
+    at = weight + o.to(tl.int64)[:, None] * weight_stride + i[None, :]
+    gate_weight = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    up_at = weight + (num_out + o).to(tl.int64)[:, None] * weight_stride + i[None, :]
+    up_weight = tl.load(up_at, mask=inside, other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(PDL)
+    row = tl.load(x + i, mask=i < NUM_IN, other=0.0).to(tl.float32)[None, :]
+    gate = tl.sum(gate_weight.to(tl.float32) * row, 1)
+    up = tl.sum(up_weight.to(tl.float32) * row, 1)
+    if BIAS:
+        gate += tl.load(bias + o, mask=o < num_out, other=0.0).to(tl.float32)
+        up += tl.load(bias + num_out + o, mask=o < num_out, other=0.0).to(tl.float32)
+    # Rounded where the product and the activation round as kernels of their own.
+    gate = gate.to(x.dtype.element_ty).to(tl.float32)
+    up = up.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + o, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=o < num_out)
+
+
+def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """``out = silu_and_mul(x @ weight.T + bias)`` for ``x [1, in_features]``."""
+    num_out, num_in = weight.shape[0] // 2, weight.shape[1]
+    if num_in > _MAX_IN or weight.stride(1) != 1 or x.stride(1) != 1 or out.stride(1) != 1:
+        return NotImplemented
+    if weight.dtype is not torch.bfloat16 or x.dtype is not torch.bfloat16:
+        return NotImplemented
+    block_out, num_warps = _shape(num_in)
+    _gated_row_product_kernel[(triton.cdiv(num_out, block_out),)](
+        x, weight, x if bias is None else bias, out, num_out, weight.stride(0), NUM_IN=num_in,
+        BLOCK_IN=next_power_of_2(num_in), BLOCK_OUT=block_out, BIAS=bias is not None, num_warps=num_warps,
+        **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """``out = x @ weight.T + bias`` for ``x [1, in_features]``; ``out [1, out_features]``, bf16 or fp32."""
     num_out, num_in = weight.shape

@@ -6,22 +6,14 @@ place and, if it is a key or a value, stores it at the token's slot.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mstar.kernels.fused_norms import HeadNorms
 from mstar.kernels.triton.launch import dependent_launch, next_power_of_2, wait_for_inputs
-
-
-class HeadNorms(NamedTuple):
-    """Norms of each query and key head before the rotation; see `mstar.kernels.ops.rms_norm`."""
-
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
-    zero_centered: bool
 
 
 @triton.jit

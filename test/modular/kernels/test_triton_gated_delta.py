@@ -7,6 +7,8 @@ import torch
 from support.triton_device import DEVICE, DTYPES, KERNELS, ON_DEVICE, put
 from torch import Tensor
 
+from mstar.kernels.fused_norms import GatedNorm
+
 PAST = 3
 NAN = float("nan")
 KINDS = [(2, 2, 128), (2, 4, 32), (1, 3, 16)] if ON_DEVICE else [(2, 2, 16), (1, 2, 32)]
@@ -31,7 +33,13 @@ class Layer:
         return (torch.randn(tokens, self.channels + 2 * self.heads + 5) * 2).to(self.dtype)
 
     def run(
-        self, x: Tensor, lengths: list[int], slots: list[int], known: list[int], max_tokens: int | None = None
+        self,
+        x: Tensor,
+        lengths: list[int],
+        slots: list[int],
+        known: list[int],
+        max_tokens: int | None = None,
+        norm: GatedNorm | None = None,
     ) -> Tensor:
         device = put(x)
         b = device[:, self.channels : self.channels + self.heads]
@@ -43,7 +51,7 @@ class Layer:
             device[:, : self.channels], b, a, *self.on_device, self.conv_state, self.delta_state,
             torch.tensor(slots, dtype=torch.int32, device=DEVICE),
             torch.tensor(known, dtype=torch.int32, device=DEVICE), starts, self.key_heads, out,
-            max_tokens or max(lengths),
+            max_tokens or max(lengths), norm,
         )  # fmt: skip
         assert result is not NotImplemented and (wide[:, self.heads * self.dim :] == 9).all()
         return out.cpu()
@@ -134,6 +142,20 @@ def test_any_batch_and_any_cut_give_the_same_bits(dtype: torch.dtype, kind: tupl
         assert torch.equal(layer.delta_state[5], layer.delta_state[row + 1])
         assert torch.equal(layer.conv_state[5], layer.conv_state[row + 1])
         start += length
+
+
+@dtypes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 1, 2]])
+def test_a_norm_on_the_way(dtype: torch.dtype, kind: tuple[int, int, int], lengths: list[int]) -> None:
+    layer = Layer(kind, dtype)
+    x = layer.inputs(sum(lengths))
+    z = torch.randn(len(x), layer.heads * layer.dim + 3).to(dtype)[:, 3:]
+    norm = GatedNorm(put(z), put(torch.randn(layer.dim).to(dtype)), 1e-6)
+    plain = layer.run(x, lengths, [1, -1, 3], [0] * 3)
+    expected = KERNELS.linear_attention.gated_rms_norm(put(plain), *norm, None).cpu().float()
+    got = layer.run(x, lengths, [1, -1, 3], [0] * 3, norm=norm).float()
+    assert torch.allclose(got, expected, rtol=2.0**-6 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
 
 
 @dtypes

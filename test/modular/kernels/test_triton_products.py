@@ -6,7 +6,7 @@ from support import kernel_oracles as oracle
 from support.triton_device import DEVICE, KERNELS, ON_DEVICE, put
 
 from mstar.kernels import ops
-from mstar.kernels.triton.products import row_product
+from mstar.kernels.triton.products import gated_row_product, row_product
 
 SHAPES = (
     [(1024, 3584), (8224, 1024), (70_000, 64), (33, 100), (5, 8192), (1, 1)] if ON_DEVICE else [(33, 100), (5, 8192)]
@@ -23,6 +23,21 @@ def test_one_row(num_out: int, num_in: int, out_dtype: torch.dtype, bias: bool) 
     out = torch.full((1, num_out + 1), 7.0, dtype=out_dtype, device=DEVICE)
     row_product(put(x), put(weight), None if offset is None else put(offset), out[:, :num_out])
     oracle.linear(x, weight, offset, out_dtype).check(out[:, :num_out].cpu())
+    assert out[0, num_out] == 7
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
+def test_one_row_and_its_gate(num_out: int, num_in: int, bias: bool) -> None:
+    x, weight = torch.randn(1, num_in).to(BF16), (torch.randn(2 * num_out, num_in) * num_in**-0.5).to(BF16)
+    offset = torch.randn(2 * num_out) if bias else None
+    out = torch.full((1, num_out + 1), 7.0, dtype=BF16, device=DEVICE)
+    gated_row_product(put(x), put(weight), None if offset is None else put(offset), out[:, :num_out])
+    gate, up = (x.double() @ weight.double().T + (0 if offset is None else offset.double())).chunk(2, 1)
+    got, expected = out[:, :num_out].cpu().double(), gate * up / (1 + torch.exp(-gate))
+    # Three numbers are rounded; silu is at most 1.1 times as steep as its argument. The interpreter cuts instead.
+    bound = 2.0**-7 * (expected.abs() + 1.1 * (gate * up).abs()) + 1e-5
+    assert ((got - expected).abs() <= bound).all()
     assert out[0, num_out] == 7
 
 

@@ -6,8 +6,9 @@ from support import kernel_oracles as oracle
 from support.triton_device import DEVICE, DTYPES, KERNELS, ON_DEVICE, around, put
 
 from mstar.kernels import reference
+from mstar.kernels.fused_norms import HeadNorms
 from mstar.kernels.packed import PackedLinear
-from mstar.kernels.triton.rope import HeadNorms, rope_write_kv
+from mstar.kernels.triton.rope import rope_write_kv
 
 WIDTHS = [1, 15, 16, 576, 1023, 1024, 5000] if ON_DEVICE else [15, 576]
 TOKENS = [0, 1, 9, 33, 2050] if ON_DEVICE else [0, 1, 9]
