@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mstar.kernels import reference_experts
 from mstar.kernels.packed import PackedExperts
-from mstar.kernels.selection import compiled, compiled_for, compiled_to_pack, refuse_recording
+from mstar.kernels.selection import compiled, compiled_for, compiled_to_pack, refuse_recording, triton_kernels
 
 
 def pack_experts(weight: Tensor) -> PackedExperts:
@@ -58,6 +58,10 @@ def moe_mlp(
     """
     if gate_up.block and (native := compiled()) is not None:
         result = native.experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus, out)
+        if result is not NotImplemented:
+            return result
+    if x.is_cuda and (device_kernels := triton_kernels()) is not None:
+        result = device_kernels.experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus, out)
         if result is not NotImplemented:
             return result
     refuse_recording("moe_mlp")  # the reference reads which experts were chosen

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mstar.kernels.fused_norms import GatedNorm, HeadNorms
-from mstar.kernels.packed import PackedLinear
-from mstar.kernels.triton import attention_decode, attention_prefill, gated_delta, greedy, products, rope, rows
+from mstar.kernels.packed import PackedExperts, PackedLinear
+from mstar.kernels.triton import attention_decode, attention_prefill, experts, gated_delta, greedy, products, rope, rows
 
 
 class TritonKernels:
@@ -23,6 +23,7 @@ class TritonKernels:
 
     def __init__(self) -> None:
         self.linear_attention = LinearAttentionKernels()
+        self.experts = ExpertKernels()
 
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         dtype = out.dtype if out is not None else out_dtype or x.dtype
@@ -112,6 +113,22 @@ class TritonKernels:
         """As many tokens as rows is taken for a decode step; both kernels are right either way."""
         attend = attention_decode.attend_tokens if q.shape[0] <= kv_lens.shape[0] else attention_prefill.attend_rows
         return attend(q, k_pages, v_pages, block_table, kv_lens, q_starts, scale, causal, out)
+
+
+class ExpertKernels:
+    """The operations of a mixture of experts."""
+
+    def moe_mlp(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        plus: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        return experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus, out)
 
 
 class LinearAttentionKernels:
