@@ -21,7 +21,6 @@ from mstar.kernels.triton.rope import has_plain_slots
 
 _MAX_COUNTERS = 1 << 17
 _NOTHING = tl.constexpr(-1e30)
-_TOGETHER = tl.constexpr(4)
 
 
 class Division(NamedTuple):
@@ -33,6 +32,10 @@ class Division(NamedTuple):
     most_parts: int
     num_warps: int
     num_stages: int
+
+
+_DIVISION = Division(keys=64, span=128, most_parts=32, num_warps=4, num_stages=3)
+"""One for all, for the sake of bits that do not depend on the batch."""
 
 
 @triton.jit
@@ -96,44 +99,23 @@ def _attend_kernel(
                 arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
                 if arrived == tl.minimum(num_parts, num_programs) - 1:
                     tl.store(counter, 0)
-                    _add_parts(
-                        part_out, part_sums, out, part_at, num_parts, kv_head * PER,
-                        token.to(tl.int64) * out_token, out_head, PER, HEAD_DIM, DIM,
-                    )  # fmt: skip
-
-
-@triton.jit
-def _add_parts(
-    part_out, part_sums, out, part_at, num_parts, first_head, out_at, out_head,
-    PER: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """The parts of one group of heads, in their order, `_TOGETHER` at a time: all of them are asked for before the
-    first arrives."""
-    MEMBERS: tl.constexpr = triton.next_power_of_2(PER)
-    part = tl.arange(0, _TOGETHER)
-    member = tl.arange(0, MEMBERS)
-    d = tl.arange(0, DIM)
-    is_member = member < PER
-    best = tl.full([MEMBERS], _NOTHING, tl.float32)
-    total = tl.zeros([MEMBERS], tl.float32)
-    acc = tl.zeros([MEMBERS, DIM], tl.float32)
-    for first in range(0, num_parts, _TOGETHER):
-        exists = (first + part < num_parts)[:, None] & is_member[None, :]
-        place = (part_at + first + part)[:, None] * PER + member[None, :]
-        inside = exists[:, :, None] & (d < HEAD_DIM)[None, None, :]
-        at = part_out + place[:, :, None] * HEAD_DIM + d[None, None, :]
-        part_acc = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
-        part_best = tl.load(part_sums + place * 2, mask=exists, other=_NOTHING, cache_modifier=".cg")
-        part_total = tl.load(part_sums + place * 2 + 1, mask=exists, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(best, tl.max(part_best, 0))
-        keep = tl.exp(best - higher)
-        weight = tl.exp(part_best - higher[None, :])
-        total = total * keep + tl.sum(part_total * weight, 0)
-        acc = acc * keep[:, None] + tl.sum(part_acc * weight[:, :, None], 0)
-        best = higher
-    result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
-    to = out + out_at + (first_head + member)[:, None] * out_head + d[None, :]
-    tl.store(to, result, mask=is_member[:, None] & (d < HEAD_DIM)[None, :])
+                    best = tl.full([GROUP], _NOTHING, tl.float32)
+                    total = tl.zeros([GROUP], tl.float32)
+                    acc = tl.zeros([GROUP, DIM], tl.float32)
+                    for part in range(num_parts):
+                        place = (part_at + part) * PER + member
+                        part_best = tl.load(part_sums + place * 2, mask=is_member, other=_NOTHING, cache_modifier=".cg")
+                        part_total = tl.load(part_sums + place * 2 + 1, mask=is_member, other=0.0, cache_modifier=".cg")
+                        part_acc = tl.load(
+                            part_out + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        higher = tl.maximum(best, part_best)
+                        keep, add = tl.exp(best - higher), tl.exp(part_best - higher)
+                        total = total * keep + part_total * add
+                        acc = acc * keep[:, None] + part_acc * add[:, None]
+                        best = higher
+                    tl.store(to, (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -179,7 +161,7 @@ def attend_tokens(
     scale: float,
     causal: bool,
     out: Tensor,
-    division: Division | None = None,
+    division: Division = _DIVISION,
 ) -> Tensor:
     """`mstar.kernels.ops.paged_attend`, fast where rows have one query each."""
     tokens, heads, head_dim = q.shape
@@ -190,7 +172,6 @@ def attend_tokens(
     if tokens == 0 or rows == 0:
         return out
     dim = max(16, next_power_of_2(head_dim))
-    division = division or _division(dim)
     most_parts = min(division.most_parts, triton.cdiv(block_table.shape[1] * page_size, division.span))
     # Twice the processors of a large card: enough to keep them all busy, few enough that idle programs cost nothing.
     num_programs = min(most_parts, triton.cdiv(264, tokens * kv_heads))
@@ -207,11 +188,6 @@ def attend_tokens(
         num_stages=division.num_stages, **dependent_launch(q),
     )  # fmt: skip
     return out
-
-
-def _division(dim: int) -> Division:
-    """By the width of a head alone, for the sake of bits that do not depend on the batch."""
-    return Division(32, 128, 64, 4, 3) if dim > 128 else Division(64, 128, 64, 4, 3)
 
 
 def serves(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, out: Tensor) -> bool:

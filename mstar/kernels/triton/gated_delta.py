@@ -207,7 +207,7 @@ def gated_delta(
         qkv.stride(0), b.stride(0), a.stride(0), *conv_weight.stride(), conv_state.stride(0), delta_state.stride(0),
         out.stride(0), 0 if norm is None else norm.z.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, DIM=dim, SINGLE=max_tokens == 1, NORM=norm is not None,
-        num_warps=8 if dim > 64 else 4, **launch,
+        num_warps=4, **launch,
     )  # fmt: skip
     if value_heads != key_heads:
         shared = 2 * key_heads * dim
