@@ -121,7 +121,7 @@ def attention_kernels(rows: int, context: int) -> dict[str, float]:
 def delta_kernels(rows: int) -> dict[str, float]:
     wide = normal(rows, CHANNELS + DELTA_HEADS * DELTA_DIM + 2 * DELTA_HEADS)
     qkv, b, a = wide[:, :CHANNELS], wide[:, -2 * DELTA_HEADS : -DELTA_HEADS], wide[:, -DELTA_HEADS:]
-    weight = normal(CONV_KERNEL, CHANNELS).t()
+    weight = normal(CHANNELS, CONV_KERNEL)
     a_log, dt_bias = normal(DELTA_HEADS, dtype=torch.float32), normal(DELTA_HEADS, dtype=torch.float32)
     conv = [normal(rows + 1, CONV_KERNEL - 1, CHANNELS) for _ in range(LAYERS)]
     slots = torch.randperm(rows, device="cuda").int() + 1

@@ -1,14 +1,12 @@
 """Attention of single queries over paged keys and values: split over the keys, no plan on the host.
 
-Runs on the thread of the forward, on one stream at a time: the counters of finished parts are shared by all calls of a
-device. Every token is taken by itself, whatever row it belongs to. How its keys are divided follows from their number
-alone, and parts are added up in their order, so a token's result has the same bits in any batch; how many programs
-share the parts follows from the batch.
+Runs on the thread of the forward. Every token is taken by itself, whatever row it belongs to. How its keys are divided
+follows from their number alone, and parts are added up in their order, so a token's result has the same bits in any
+batch; how many programs share the parts follows from the batch.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from mstar.kernels.triton.launch import dependent_launch, dot, next_power_of_2, wait_for_inputs
 from mstar.kernels.triton.rope import has_plain_slots
 
-_MAX_COUNTERS = 1 << 17
 _NOTHING = tl.constexpr(-1e30)
 
 
@@ -40,7 +37,7 @@ _DIVISION = Division(keys=64, span=128, most_parts=32, num_warps=4, num_stages=3
 
 @triton.jit
 def _attend_kernel(
-    q, k_pages, v_pages, table, kv_lens, q_starts, out, part_out, part_sums, counters, scale, num_rows,
+    q, k_pages, v_pages, table, kv_lens, q_starts, out, part_out, part_sums, scale, num_rows,
     q_token, q_head, out_token, out_head, page_stride, slot_stride, table_stride, parts_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     KEYS: tl.constexpr, SPAN: tl.constexpr, MOST_PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
@@ -51,22 +48,9 @@ def _attend_kernel(
     kv_head = tl.program_id(1)
     first_part = tl.program_id(2)
     num_programs = tl.num_programs(2)
-    # Mostly every row has one token: then the token's number is the row's, and one look at memory tells all.
-    row = tl.minimum(token, num_rows - 1)
-    begin = tl.load(q_starts + row)
-    end = tl.load(q_starts + row + 1)
-    seen = tl.load(kv_lens + row)
-    if (begin != token) | (end != token + 1):
-        i = tl.arange(0, ROWS)
-        ends = tl.load(q_starts + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
-        row = tl.sum((ends <= token).to(tl.int32), 0)  # `num_rows` for padding
-        if row < num_rows:
-            end = tl.load(q_starts + row + 1)
-            seen = tl.load(kv_lens + row)
+    row, seen = _row_and_keys(q_starts, kv_lens, token, num_rows, ROWS, CAUSAL)
     if row < num_rows:
-        if CAUSAL:
-            seen = tl.maximum(seen - (end - 1 - token), 0)
-        span = tl.maximum(tl.cdiv(tl.cdiv(seen, MOST_PARTS), KEYS) * KEYS, SPAN)
+        span = _span(seen, KEYS, SPAN, MOST_PARTS)
         num_parts = tl.maximum(tl.cdiv(seen, span), 1)
         if first_part < num_parts:
             PER: tl.constexpr = HEADS // KV_HEADS
@@ -93,29 +77,71 @@ def _attend_kernel(
                     tl.store(part_out + place[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
                     tl.store(part_sums + place * 2, best, mask=is_member)
                     tl.store(part_sums + place * 2 + 1, total, mask=is_member)
-            if num_parts > 1:
-                tl.debug_barrier()
-                counter = counters + token * KV_HEADS + kv_head
-                arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                if arrived == tl.minimum(num_parts, num_programs) - 1:
-                    tl.store(counter, 0)
-                    best = tl.full([GROUP], _NOTHING, tl.float32)
-                    total = tl.zeros([GROUP], tl.float32)
-                    acc = tl.zeros([GROUP, DIM], tl.float32)
-                    for part in range(num_parts):
-                        place = (part_at + part) * PER + member
-                        part_best = tl.load(part_sums + place * 2, mask=is_member, other=_NOTHING, cache_modifier=".cg")
-                        part_total = tl.load(part_sums + place * 2 + 1, mask=is_member, other=0.0, cache_modifier=".cg")
-                        part_acc = tl.load(
-                            part_out + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0,
-                            cache_modifier=".cg",
-                        )  # fmt: skip
-                        higher = tl.maximum(best, part_best)
-                        keep, add = tl.exp(best - higher), tl.exp(part_best - higher)
-                        total = total * keep + part_total * add
-                        acc = acc * keep[:, None] + part_acc * add[:, None]
-                        best = higher
-                    tl.store(to, (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_parts_kernel(
+    part_out, part_sums, kv_lens, q_starts, out, num_rows, out_token, out_head, parts_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    SPAN: tl.constexpr, MOST_PARTS: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: its parts in their order, `TOGETHER` of them asked for before the first arrives."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    row, seen = _row_and_keys(q_starts, kv_lens, token, num_rows, ROWS, CAUSAL)
+    span = _span(seen, KEYS, SPAN, MOST_PARTS)
+    num_parts = tl.cdiv(seen, span)
+    if (row < num_rows) & (num_parts > 1):
+        PER: tl.constexpr = HEADS // KV_HEADS
+        part = tl.arange(0, TOGETHER)
+        d = tl.arange(0, DIM)
+        part_at = (token.to(tl.int64) * KV_HEADS + head // PER) * parts_stride
+        best = tl.full([1], _NOTHING, tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([DIM], tl.float32)
+        for first in range(0, num_parts, TOGETHER):
+            exists = first + part < num_parts
+            place = (part_at + first + part) * PER + head % PER
+            inside = exists[:, None] & (d < HEAD_DIM)[None, :]
+            part_acc = tl.load(part_out + place[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+            part_best = tl.load(part_sums + place * 2, mask=exists, other=_NOTHING)
+            part_total = tl.load(part_sums + place * 2 + 1, mask=exists, other=0.0)
+            higher = tl.maximum(best, tl.max(part_best, 0))
+            keep = tl.exp(best - higher)
+            weight = tl.exp(part_best - higher)
+            total = total * keep + tl.sum(part_total * weight, 0)
+            acc = acc * keep + tl.sum(part_acc * weight[:, None], 0)
+            best = higher
+        result = (acc / tl.maximum(total, 1e-30)).to(out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64) * out_token + head * out_head + d, result, mask=d < HEAD_DIM)
+
+
+@triton.jit
+def _row_and_keys(q_starts, kv_lens, token, num_rows, ROWS: tl.constexpr, CAUSAL: tl.constexpr):
+    """The row that owns the token, ``num_rows`` for padding, and how many keys the token sees. Mostly every row has one
+    token: then the token's number is the row's, and one look at memory tells all."""
+    row = tl.minimum(token, num_rows - 1)
+    begin = tl.load(q_starts + row)
+    end = tl.load(q_starts + row + 1)
+    seen = tl.load(kv_lens + row)
+    if (begin != token) | (end != token + 1):
+        i = tl.arange(0, ROWS)
+        ends = tl.load(q_starts + 1 + i, mask=i < num_rows, other=0x7FFFFFFF)
+        row = tl.sum((ends <= token).to(tl.int32), 0)
+        if row < num_rows:
+            end = tl.load(q_starts + row + 1)
+            seen = tl.load(kv_lens + row)
+    if CAUSAL:
+        seen = tl.maximum(seen - (end - 1 - token), 0)
+    return row, seen
+
+
+@triton.jit
+def _span(seen, KEYS: tl.constexpr, SPAN: tl.constexpr, MOST_PARTS: tl.constexpr):
+    """Keys of a part."""
+    return tl.maximum(tl.cdiv(tl.cdiv(seen, MOST_PARTS), KEYS) * KEYS, SPAN)
 
 
 @triton.jit
@@ -167,7 +193,7 @@ def attend_tokens(
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     rows = kv_lens.shape[0]
-    if not serves(q, k_pages, v_pages, block_table, out) or tokens * kv_heads > _MAX_COUNTERS:
+    if not serves(q, k_pages, v_pages, block_table, out):
         return NotImplemented
     if tokens == 0 or rows == 0:
         return out
@@ -179,14 +205,22 @@ def attend_tokens(
     shape = (tokens, kv_heads, most_parts, group)
     part_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     part_sums = torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+    launch = dependent_launch(q)
+    shared = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "DIM": dim, "KEYS": division.keys,
+        "SPAN": division.span, "MOST_PARTS": division.most_parts, "ROWS": next_power_of_2(rows), "CAUSAL": causal,
+    }  # fmt: skip
     _attend_kernel[(tokens, kv_heads, num_programs)](
-        q, k_pages, v_pages, block_table, kv_lens, q_starts, out, part_out, part_sums, _counters(q.device), scale, rows,
+        q, k_pages, v_pages, block_table, kv_lens, q_starts, out, part_out, part_sums, scale, rows,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), k_pages.stride(0), k_pages.stride(1),
-        block_table.stride(0), most_parts, HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim,
-        GROUP=max(16, next_power_of_2(group)), KEYS=division.keys, SPAN=division.span, MOST_PARTS=division.most_parts,
-        PAGE_SIZE=page_size, ROWS=next_power_of_2(rows), CAUSAL=causal, num_warps=division.num_warps,
-        num_stages=division.num_stages, **dependent_launch(q),
+        block_table.stride(0), most_parts, GROUP=max(16, next_power_of_2(group)), PAGE_SIZE=page_size,
+        num_warps=division.num_warps, num_stages=division.num_stages, **shared, **launch,
     )  # fmt: skip
+    if most_parts > 1:
+        _sum_parts_kernel[(tokens, heads)](
+            part_out, part_sums, kv_lens, q_starts, out, rows, out.stride(0), out.stride(1), most_parts,
+            TOGETHER=min(16, next_power_of_2(most_parts)), num_warps=4, **shared, **launch,
+        )  # fmt: skip
     return out
 
 
@@ -201,9 +235,3 @@ def serves(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, out
         and head_dim <= 256
         and heads // k_pages.shape[2] <= 64
     )
-
-
-@cache
-def _counters(device: torch.device) -> Tensor:
-    """Zero between calls: who reads the last part resets its counter. Made outside a capture, by the warm-up."""
-    return torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
