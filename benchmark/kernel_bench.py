@@ -1,6 +1,6 @@
 """Time of each CUDA kernel at the sizes of a decode step, in microseconds per call.
 
-    python -m benchmark.kernel_bench [--rows 1,8,32,64,128] [--context 384] [--json FILE]
+    python -m benchmark.kernel_bench [--rows 1,8,32,64,128] [--context 384] [--json FILE] [--products]
 
 Shapes of Qwen3.5-0.8B. Calls are captured in a CUDA graph, each over memory of its own as the layers of a model have
 it, and timed with events: the median of 5 rounds of 20 replays. Runs on one device and checks nothing; the tests do.
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mstar.kernels import ops
 from mstar.kernels.fused_norms import GatedNorm, HeadNorms
+from mstar.kernels.triton import products
 
 HIDDEN, WIDTH, VOCAB, PAGE = 1024, 3584, 248_320, 64
 HEADS, KV_HEADS, HEAD_DIM, HALF = 8, 2, 256, 32
@@ -92,6 +93,19 @@ def product_kernels(rows: int) -> dict[str, float]:
     return times
 
 
+def compare_products() -> None:
+    """Products of few rows by Triton and by the library: where one overtakes the other."""
+    for name, (num_out, num_in) in {**PRODUCTS, "logits": (VOCAB, HIDDEN)}.items():
+        weights = [normal(num_out, num_in) for _ in range(2 if num_out == VOCAB else LAYERS)]
+        times: dict[int, tuple[float, float]] = {}
+        for rows in (1, 2, 4, 8):
+            x, out = normal(rows, num_in), normal(rows, num_out)
+            ours = time_us([lambda w=w, x=x, out=out: products.row_product(x, w, None, out) for w in weights])
+            library = time_us([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights])
+            times[rows] = (round(ours, 2), round(library, 2))
+        print(f"{name} {num_out} x {num_in}, (ours, library) by rows: {times}", flush=True)
+
+
 def attention_kernels(rows: int, context: int) -> dict[str, float]:
     num_pages = -(-context // PAGE)
     layers = [normal(2, rows * num_pages, PAGE, KV_HEADS, HEAD_DIM) for _ in range(6)]
@@ -150,8 +164,12 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,128")
     parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--products", action="store_true", help="only compare products of few rows with the library's")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.products:
+        compare_products()
+        return
     results: dict[int, dict[str, float]] = {}
     for rows in map(int, args.rows.split(",")):
         times = row_kernels(rows) | product_kernels(rows) | attention_kernels(rows, args.context) | delta_kernels(rows)

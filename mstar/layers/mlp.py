@@ -27,4 +27,4 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden]` → `[tokens, hidden]`."""
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(ops.gated_linear(x, self.gate_up_proj.packed))

@@ -17,6 +17,9 @@ from mstar.kernels.fused_norms import GatedNorm, HeadNorms
 from mstar.kernels.packed import PackedExperts, PackedLinear
 from mstar.kernels.triton import attention_decode, attention_prefill, experts, gated_delta, greedy, products, rope, rows
 
+_FEW_ROWS = 1
+"""Up to so many, products by `products` are faster than the library's; see `benchmark.kernel_bench --products`."""
+
 
 class TritonKernels:
     """One method per operation, with the signatures of `mstar.kernels.cpu.native.NativeKernels`."""
@@ -31,7 +34,7 @@ class TritonKernels:
             return NotImplemented
         if out is None:
             out = torch.empty((x.shape[0], packed.out_features), dtype=dtype, device=x.device)
-        if x.shape[0] == 1 and products.row_product(x, packed.data, packed.bias, out) is not NotImplemented:
+        if x.shape[0] <= _FEW_ROWS and products.row_product(x, packed.data, packed.bias, out) is not NotImplemented:
             return out
         if dtype is x.dtype:
             bias = packed.bias
@@ -45,10 +48,10 @@ class TritonKernels:
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
         width = packed.out_features // 2
-        if x.dim() != 2 or x.shape[0] != 1 or not packed.data.is_cuda:
+        if x.dim() != 2 or x.shape[0] > _FEW_ROWS or not packed.data.is_cuda:
             return NotImplemented
         if out is None:
-            out = torch.empty((1, width), dtype=x.dtype, device=x.device)
+            out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
         return products.gated_row_product(x, packed.data, packed.bias, out)
 
     def norm(

@@ -10,11 +10,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mstar.platforms import current_platform
 
 
 def next_power_of_2(n: int) -> int:
@@ -23,14 +24,14 @@ def next_power_of_2(n: int) -> int:
 
 def dependent_launch(x: Tensor) -> dict[str, Any]:
     """Launch arguments: `PDL` for the kernel and, where the device can, the attribute of the launch."""
-    if x.is_cuda and _can_launch_dependents(x.device.index):
+    if x.is_cuda and _can_launch_dependents():
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 @cache
-def _can_launch_dependents(device: int | None) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _can_launch_dependents() -> bool:
+    return current_platform.has_cuda_capability(9)
 
 
 @triton.jit
