@@ -11,7 +11,8 @@ from torch import Tensor
 from mstar.engine import node_runtime as fields
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig
 from mstar.engine.cuda_graph_runner import Bucket
-from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig
+from mstar.engine.device_graph import GraphMemory
+from mstar.engine.engine_config import EngineConfig, auto_capture_sizes
 from mstar.engine.execution import Portion
 from mstar.engine.forward import record_bucket
 from mstar.engine.node_hooks import touched_resources
@@ -31,7 +32,11 @@ class CaptureError(Exception):
 
 
 def capture_buckets(
-    nodes: Sequence[NodeRuntime], builder: StepBuilder, config: EngineConfig, progress: Progress | None = None
+    nodes: Sequence[NodeRuntime],
+    builder: StepBuilder,
+    config: EngineConfig,
+    memory: GraphMemory,
+    progress: Progress | None = None,
 ) -> int:
     """Capture what the nodes declare at the deployment's sizes; returns how many buckets there are.
 
@@ -51,7 +56,7 @@ def capture_buckets(
             progress(f"capture {node.name} {declared.walk}", done, len(wanted))
         if (node.name, declared) in given_up:
             continue
-        bucket = capture_bucket(node, declared, size, builder, config)
+        bucket = capture_bucket(node, declared, size, builder, config, memory)
         chosen_here = config.capture_sizes is None and declared.capture_batch_sizes is None
         if chosen_here and config.device.type == "cpu" and not bucket.graph.is_recorded:
             given_up.add((node.name, declared))
@@ -67,13 +72,18 @@ def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[int]:
     """Sizes of a declaration in this deployment, none above its row limit."""
     sizes = declared.capture_batch_sizes
     if sizes is None:
-        sizes = AUTO_CAPTURE_SIZES if config.capture_sizes is None else config.capture_sizes
+        sizes = auto_capture_sizes(config) if config.capture_sizes is None else config.capture_sizes
     return sorted({size for size in sizes if 0 < size <= config.max_rows})
 
 
 @torch.inference_mode()
 def capture_bucket(
-    node: NodeRuntime, declared: CudaGraphConfig, size: int, builder: StepBuilder, config: EngineConfig
+    node: NodeRuntime,
+    declared: CudaGraphConfig,
+    size: int,
+    builder: StepBuilder,
+    config: EngineConfig,
+    memory: GraphMemory,
 ) -> Bucket:
     """One bucket, captured.
 
@@ -98,7 +108,7 @@ def capture_bucket(
         views[fields.LAST][:] = np.arange(size)
         for item in touched:
             item.facts = item.resource.plan(item.step, item.context(views, layout.shape))
-        record_bucket(node, bucket, bucket.block.upload(slot, layout), touched)
+        record_bucket(node, bucket, bucket.block.upload(slot, layout), touched, memory)
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
         raise CaptureError(f"capture of {node.name} {declared.walk!r} at {size} rows failed: {error}") from error
     finally:

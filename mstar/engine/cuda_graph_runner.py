@@ -1,7 +1,8 @@
 """Captured walks: one `Bucket` per size, with static buffers of its own, and the look-up of the bucket for a step.
 
-Look-ups on the loop thread, `replay` on the executor. On a CPU a capture is a tape of the compiled kernels or, with
-torch kernels, the closure itself; both run over the same padded static buffers, so padding bugs show there.
+Look-ups on the loop thread, `replay` on the executor. On an accelerator a capture is one of its graphs; on a CPU a tape
+of the compiled kernels or, with torch kernels, the closure itself. All run over the same padded static buffers, so
+padding bugs show on a CPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mstar.engine.cuda_graph_config import BucketKey
+from mstar.engine.device_graph import DeviceGraph, GraphMemory
 from mstar.engine.output_ring import poison_tensor
 from mstar.engine.staging import DeviceBlock, StagingLayout
 from mstar.engine.step_inputs import Found
@@ -32,9 +34,13 @@ class GraphHandle:
         self._run: Callable[[], None] | None = None
         self.is_recorded = False
 
-    def capture(self, run: Callable[[], None]) -> None:
-        """Run once, and keep it for `replay`. What `run` raises ends start-up; a forward that cannot be recorded is
-        kept as the closure that it is."""
+    def capture(self, run: Callable[[], None], memory: GraphMemory | None = None) -> None:
+        """Run, and keep it for `replay`. `memory`: of the device's graphs, where the forward runs on one. What `run`
+        raises ends start-up; on a CPU a forward that cannot be recorded is kept as the closure that it is."""
+        if memory is not None and memory.on_device:
+            self._run = DeviceGraph(memory, run).replay
+            self.is_recorded = True
+            return
         try:
             tape, _ = ops.record(run)
         except RecordError as error:

@@ -18,6 +18,7 @@ from mstar.engine import resource_stages
 from mstar.engine.bucket_capture import Progress, capture_bucket, capture_buckets
 from mstar.engine.cache_reuse import settle_cache_policies
 from mstar.engine.chunking import ChunkingPolicy
+from mstar.engine.device_graph import GraphMemory
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.execution import AdmitOutcome, Portion, Step, StepPart, StepState
 from mstar.engine.layer_handles import bind_layers
@@ -60,6 +61,7 @@ class Engine:
         self._executor = executor
         self._rows = RowTable(config.capacity, config.max_seq_len)
         self._builder = StepBuilder(self._rows, config.max_seq_len)
+        self._graph_memory = GraphMemory(config.device)
         self._nodes: dict[str, NodeRuntime] = {}
         for name, submodule in nodes.items():
             own = resources.get(name, {})
@@ -293,13 +295,13 @@ class Engine:
 
     def capture(self, progress: Progress | None = None) -> int:
         """Capture the declared walks at the deployment's sizes; returns how many. Raises `CaptureError`."""
-        return capture_buckets(list(self._nodes.values()), self._builder, self._config, progress)
+        return capture_buckets(list(self._nodes.values()), self._builder, self._config, self._graph_memory, progress)
 
     def warmup(self) -> None:
         """Run every declared walk once over a sink row, so that the first request finds loaded code and grown pools."""
         for node in self._nodes.values():
             for declared in node.submodule.get_cuda_graph_configs():
-                capture_bucket(node, declared, 1, self._builder, self._config)
+                capture_bucket(node, declared, 1, self._builder, self._config, self._graph_memory)
 
     def _drop(self, step: Step) -> None:
         txn, step.txn = step.txn, None

@@ -29,8 +29,11 @@ class MixedPrecision:
 
 
 AUTO_CAPTURE_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
-"""Dense, because a padding row costs a CPU what a real one does; not beyond, because there the Python that a tape saves
-weighs little."""
+"""Of a CPU. Dense, because a padding row costs a CPU what a real one does; not beyond, because there the Python that a
+tape saves weighs little."""
+AUTO_DEVICE_CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8))
+"""Of an accelerator, where padding to the next multiple of 8 costs next to nothing; far, because launching every kernel
+of a forward one by one takes longer than most forwards."""
 
 
 ENCODER_CACHE_BYTES = 256 << 20
@@ -45,7 +48,7 @@ class EngineConfig:
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
     `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
     declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's sizes, see
-    `AUTO_CAPTURE_SIZES`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
+    `auto_capture_sizes`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
     something other than the same node or the client receives them.
 
     `walk_inputs[node][walk]`: inputs that the walk's graph gives the node; nodes without an entry have no walks, so
@@ -90,3 +93,11 @@ class EngineConfig:
     @property
     def precision(self) -> MixedPrecision:
         return MixedPrecision(self.dtype)
+
+
+def auto_capture_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Rows of captured buckets where neither declaration nor deployment names them, up to `max_rows`."""
+    if config.device.type == "cpu":
+        return AUTO_CAPTURE_SIZES
+    most = min(config.max_rows, AUTO_DEVICE_CAPTURE_SIZES[-1])
+    return tuple(sorted({most, *(size for size in AUTO_DEVICE_CAPTURE_SIZES if size <= most)}))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mstar.engine import node_runtime as fields
 from mstar.engine.cuda_graph_runner import Bucket
+from mstar.engine.device_graph import GraphMemory
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.staging import narrow_staging
 from mstar.engine.step_inputs import Found, ragged_inputs, stacked_inputs
@@ -97,7 +98,9 @@ def run_bucket(
     return StepResult(outputs, host, bucket.live_signals, [])
 
 
-def record_bucket(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor], touched: list[Touched]) -> None:
+def record_bucket(
+    node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor], touched: list[Touched], memory: GraphMemory
+) -> None:
     """Capture the forward of `bucket` over `staged`, all of it sink rows."""
     for item in touched:
         item.resource.begin_forward(item.facts, staged)
@@ -121,7 +124,7 @@ def record_bucket(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor
             bucket.outputs[name].copy_(value)
         bucket.host = _host_outputs(touched, key.bs)
 
-    bucket.graph.capture(run)
+    bucket.graph.capture(run, memory)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

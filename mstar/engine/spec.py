@@ -20,8 +20,8 @@ class PagedKVSpec:
     page_size: int = 64
 
 
-ATTENTION_BACKENDS = ("cpu", "torch_ref")
-"""Names that a deployment may choose from; `mstar.engine.resources.attention_backends` implements them."""
+ATTENTION_BACKENDS = ("cpu", "flashinfer", "torch_ref")
+"""Names that a deployment may choose from; `mstar.engine.resources.attention_choice` has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,8 @@ class RecurrentStateSpec:
     blocks: tuple[StateBlock, ...]
 
 
-LINEAR_ATTENTION_BACKENDS = ("cpu", "torch_ref")
-"""Names that a deployment may choose from; `mstar.engine.resources.linear_attention_backends` implements them."""
+LINEAR_ATTENTION_BACKENDS = ("cpu", "fla", "torch_ref")
+"""Names that a deployment may choose from; `mstar.engine.resources.linear_attention_choice` has them."""
 
 
 @dataclass(frozen=True, slots=True)

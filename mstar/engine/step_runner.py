@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.forward import StepResult, Value, run_bucket, run_eager
+from mstar.engine.host_columns import to_device
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.output_ring import OutputSlot
 from mstar.engine.resources.base import Work
@@ -95,7 +96,7 @@ class StepWork:
         if finished is None:
             return value
         if isinstance(value, Tensor):
-            return value.index_select(0, torch.from_numpy(finished).to(value.device))
+            return value.index_select(0, to_device(finished, value.device))
         return [value[row] for row in finished.tolist()]
 
     def _host(self, name: str, value: Tensor) -> np.ndarray:

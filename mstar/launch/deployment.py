@@ -34,6 +34,7 @@ from mstar.model.loader.checkpoint import ResolvedCheckpoint, resolve_checkpoint
 from mstar.model.loader.errors import CheckpointError
 from mstar.model.loader.progress import DownloadProgress
 from mstar.model.registry import build_model, find_card, published_config, require_fit
+from mstar.platforms import current_platform
 
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
@@ -152,8 +153,8 @@ def inspect_deployment(
 
 
 def _require_device(config: DeploymentConfig) -> None:
-    if config.device == "cuda":
-        raise ConfigError("device: cuda is not supported by this version, which runs on CPUs; use device: cpu or auto")
+    if config.device == "cuda" and not current_platform.has_accelerator():
+        raise ConfigError("device: cuda, and this machine has no accelerator; use device: cpu or auto")
 
 
 def _require_runnable(config: DeploymentConfig) -> None:

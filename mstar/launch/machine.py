@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence, Set
 
 import torch
 
+from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
 from mstar.platforms import current_platform
+from mstar.platforms.cuda_executor import CudaExecutor
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
+from mstar.platforms.platform import DeviceType
 
-log = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 4 << 30
 CPU_CACHE_SHARE = 0.25
+DEVICE_CACHE_SHARE = 0.8
+"""What is left is for activations, captured graphs and the scratch memory of kernels."""
 AUTO_STEP_TOKENS = 2048
+AUTO_DEVICE_STEP_TOKENS = 8192
 
 
 def torch_device(config: DeploymentConfig) -> torch.device:
-    """The CPU, also where there is an accelerator. `resolve_deployment` refuses `cuda`."""
-    if config.device == "auto" and current_platform.device_type() == "cuda":
-        log.info("there is an accelerator; this version runs on the CPU")
+    """`auto`: the accelerator, where torch sees one. All workers of a host share one.
+
+    Raises:
+        ConfigError: `cuda`, and torch sees no accelerator.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if current_platform.device_type() == "cuda":
+        return torch.device("cuda", 0)
+    if config.device == "cuda":
+        raise ConfigError("device: cuda, and torch finds no accelerator; install a build of torch for it, or use cpu")
     return torch.device("cpu")
 
 
 def torch_dtype(config: DeploymentConfig) -> torch.dtype:
-    """`auto`: bf16 where the processor multiplies it in hardware, else fp32."""
+    """`auto`: bf16 where the device multiplies it in hardware, else fp32."""
     if config.dtype == "auto":
-        return torch.bfloat16 if current_platform.has_bf16("cpu") else torch.float32
+        return torch.bfloat16 if current_platform.has_bf16(_device_type(config)) else torch.float32
     return getattr(torch, config.dtype)
 
 
@@ -42,6 +54,8 @@ def torch_threads(config: DeploymentConfig) -> int:
 
 def device_executor(config: DeploymentConfig) -> tuple[DeviceExecutor, bool]:
     """The executor, and whether the async loop runs on it."""
+    if torch_device(config).type == "cuda":
+        return CudaExecutor(), config.scheduler.async_scheduling
     if config.scheduler.async_scheduling:
         threads = torch_threads(config)
         return ThreadedExecutor(prepare=lambda: torch.set_num_threads(threads)), True
@@ -88,7 +102,9 @@ def engine_config(
 
 def step_tokens(config: DeploymentConfig) -> int:
     tokens = config.scheduler.max_step_tokens
-    return AUTO_STEP_TOKENS if tokens == "auto" else tokens
+    if tokens != "auto":
+        return tokens
+    return AUTO_STEP_TOKENS if torch_device(config).type == "cpu" else AUTO_DEVICE_STEP_TOKENS
 
 
 def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...] | None:
@@ -101,7 +117,14 @@ def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...] | None:
 
 def _cache_bytes(config: DeploymentConfig, caches: Set[str], weight_bytes: int) -> int:
     """Bytes that these caches of one worker share, of what the weights will leave."""
-    free = max(0, current_platform.free_memory_bytes("cpu") // config.num_workers - weight_bytes)
+    device = _device_type(config)
+    free = max(0, current_platform.free_memory_bytes(device) // config.num_workers - weight_bytes)
     tuned = [config.resources[key].memory_fraction for key in sorted(caches & config.resources.keys())]
     fractions = [fraction for fraction in tuned if fraction is not None]
-    return int(free * max(fractions)) if fractions else int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE))
+    if fractions:
+        return int(free * max(fractions))
+    return int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE) if device == "cpu" else free * DEVICE_CACHE_SHARE)
+
+
+def _device_type(config: DeploymentConfig) -> DeviceType:
+    return "cpu" if torch_device(config).type == "cpu" else "cuda"

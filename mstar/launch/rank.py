@@ -16,6 +16,7 @@ from mstar.engine.memory_plan import plan_memory, short_caches
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
+from mstar.kernels.selection import select_kernels
 from mstar.launch.deployment import Deployment
 from mstar.launch.machine import device_executor, engine_config, step_tokens, torch_device, torch_dtype
 from mstar.model.base import Model
@@ -127,11 +128,14 @@ def load_nodes(
     deployment: Deployment, compiled: CompiledGraph, rank: int, progress: LoadProgress | None
 ) -> Mapping[str, NodeSubmodule]:
     """The nodes that live on `rank`, with their weights."""
+    device = torch_device(deployment.config)
+    if device.type != "cpu":
+        select_kernels("torch")  # weights are laid out for the device, and no forward runs on the processor
     context = SubmoduleContext(
         setup=deployment.setup,
         checkpoint=deployment.checkpoint(),
         dtype=torch_dtype(deployment.config),
-        device=torch_device(deployment.config),
+        device=device,
         progress=progress,
     )
     return {node: build_submodule(deployment.card, node, context).eval() for node in compiled.nodes_on(rank)}

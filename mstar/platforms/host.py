@@ -6,6 +6,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either inside WSL
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86: bf16 dot products; arm64: BFDOT and BFMMLA
 
 
@@ -32,6 +33,11 @@ def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 def has_bf16() -> bool:
     """True when the processor multiplies bf16 in hardware. Without that bf16 is emulated and slower than fp32."""
     return not _BF16_FLAGS.isdisjoint(processor_flags())
+
+
+def has_accelerator() -> bool:
+    """True where a driver for an accelerator has made its device. A worker may still find that torch cannot use it."""
+    return any(Path(device).exists() for device in _ACCELERATORS)
 
 
 def num_cores() -> int:

@@ -29,6 +29,10 @@ class Platform:
         """`cuda` when torch sees an accelerator, else `cpu`."""
         return "cuda" if _torch().cuda.is_available() else "cpu"
 
+    def has_accelerator(self) -> bool:
+        """Whether there seems to be an accelerator. No torch, so that the front may ask before a worker finds out."""
+        return host.has_accelerator()
+
     def is_rocm(self) -> bool:
         """True when torch was built for AMD accelerators, whether or not one is present."""
         return _torch().version.hip is not None

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mstar.engine.layer_handles import RotaryHandle
-from mstar.engine.resources.attention_backends import AttentionBackend, AttentionMeta, AttentionNeed, choose_backend
+from mstar.engine.resources.attention_backends import AttentionBackend, AttentionMeta, AttentionNeed, HostRows
+from mstar.engine.resources.attention_choice import choose_backend
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext
 from mstar.engine.resources.paged_kv import LayerPages, PagedKV
 from mstar.engine.spec import AttentionSpec
@@ -26,6 +27,7 @@ class AttentionFacts(NamedTuple):
     """Host facts of one step."""
 
     causal: bool
+    rows: HostRows
 
 
 class _Current:
@@ -84,7 +86,7 @@ class Attention(Resource[AttentionStep]):
         need = AttentionNeed(
             device.type, kv.layer(0).k.dtype, spec.num_heads, kv.spec.num_kv_heads, kv.spec.head_dim, kv.spec.page_size
         )
-        self.backend = choose_backend(spec.key, need, backend)
+        self.backend = choose_backend(spec.key, need, backend, device)
         self._current = _Current()
         self._q_starts = spec.key + ".q_starts"
         self._numbers = np.arange(64, dtype=np.int32)
@@ -97,15 +99,18 @@ class Attention(Resource[AttentionStep]):
 
     def plan(self, step: AttentionStep, ctx: StepContext) -> AttentionFacts:
         starts = ctx.staging[self._q_starts]
-        if ctx.single and starts.size == ctx.num_tokens + 1:
-            starts[:] = self._count_up(starts.size)
-            return AttentionFacts(step.causal)
         n, num_tokens = ctx.rows.handles.size, ctx.num_tokens
+        key = self.kv.key
+        table, lens = ctx.staging[key + ".block_table"][:n], ctx.staging[key + ".kv_lens"][:n]
+        facts = AttentionFacts(step.causal, HostRows(table, lens, starts[: n + 1], ctx.single))
+        if ctx.single and starts.size == num_tokens + 1:
+            starts[:] = self._count_up(starts.size)
+            return facts
         starts[0] = 0
         ctx.rows.spans.cumsum(dtype=np.int32, out=starts[1 : n + 1])
         if padding := starts.size - n - 1:  # a padding row has one token, as far as there are padding tokens
             starts[n + 1 :] = np.minimum(np.arange(num_tokens + 1, num_tokens + 1 + padding), ctx.shape.tokens)
-        return AttentionFacts(step.causal)
+        return facts
 
     def _count_up(self, size: int) -> np.ndarray:
         """0, 1, 2, ..."""
@@ -114,7 +119,12 @@ class Attention(Resource[AttentionStep]):
         return self._numbers[:size]
 
     def capturable(self, plan: AttentionFacts, captured: AttentionFacts) -> bool:
-        return self.backend.caps().capturable and plan == captured
+        return self.backend.caps().capturable and plan.causal == captured.causal and plan.rows.single
+
+    def narrow(self, plan: AttentionFacts, begin: int, end: int) -> AttentionFacts:
+        table, lens, starts, single = plan.rows
+        own = starts[begin : end + 1] - starts[begin]
+        return AttentionFacts(plan.causal, HostRows(table[begin:end], lens[begin:end], own, single))
 
     def layer(self, index: int) -> LayerAttention:
         return LayerAttention(self.backend, self.kv.layer(index), self._num_heads, self._current)
@@ -132,5 +142,6 @@ class Attention(Resource[AttentionStep]):
             self._scale,
             plan.causal,
             self.kv.writing,
+            plan.rows,
         )
         self.backend.plan(self._current.meta)

@@ -1,23 +1,21 @@
-"""Attention backends: who computes attention over a paged cache, and how one is chosen.
+"""Attention backends: who computes attention over a paged cache. Which one a resource gets: `attention_choice`.
 
-A backend is stateless apart from scratch memory; its methods run on the executor, on tensors that the attention
-resource hands in. Adding one: implement `AttentionBackend`, put it into `BACKENDS` and into a preference list.
+A backend keeps no request's state; its methods run on the executor, on tensors that the attention resource hands in.
+Adding one: implement `AttentionBackend`, put it into `BACKENDS` and into a preference list.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.engine.layer_handles import RotaryHandle
 from mstar.engine.resources.paged_kv import LayerPages
 from mstar.kernels import ops, reference
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,16 @@ class AttentionCaps(NamedTuple):
     capturable: bool
 
 
+class HostRows(NamedTuple):
+    """A step's real rows as the host knows them, for libraries that plan there: `block_table`, `kv_lens`, `q_starts` as
+    in `AttentionMeta`, numpy. `single`: every row has one token. Views of the step's staging slot."""
+
+    block_table: np.ndarray
+    kv_lens: np.ndarray
+    q_starts: np.ndarray
+    single: bool
+
+
 class AttentionMeta(NamedTuple):
     """A step's rows as the device sees them. `block_table` int32 [rows, pages], `kv_lens` int32 [rows] (keys including
     the step's own), `q_starts` int32 [rows + 1], `slots` int32 [tokens]."""
@@ -50,6 +58,7 @@ class AttentionMeta(NamedTuple):
     scale: float
     causal: bool
     write: bool
+    host: HostRows
 
 
 class AttentionBackend(Protocol):
@@ -63,6 +72,10 @@ class AttentionBackend(Protocol):
         ...
 
     def caps(self) -> AttentionCaps: ...
+
+    def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
+        """The backend of one resource: one that keeps something between `plan` and `attend` is not shared."""
+        ...
 
     def plan(self, meta: AttentionMeta) -> None:
         """Once per step before the first layer, on the executor: host-side planning of a kernel library."""
@@ -90,6 +103,9 @@ class TorchReference:
 
     def caps(self) -> AttentionCaps:
         return AttentionCaps(mixes_rows=True, capturable=False)
+
+    def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
+        return self
 
     def plan(self, meta: AttentionMeta) -> None:
         """Nothing to prepare."""
@@ -121,48 +137,39 @@ class PagedKernels:
     def caps(self) -> AttentionCaps:
         return AttentionCaps(mixes_rows=True, capturable=True)
 
+    def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
+        return self
+
     def plan(self, meta: AttentionMeta) -> None:
         """Nothing to prepare."""
 
     def write_kv(
         self, qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
     ) -> None:
-        if rotary is not None:
-            ops.rope_write_kv(
-                qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes
-            )
-            return
-        k, v = _keys_and_values(qkv, *pages.k.shape[2:])
-        ops.write_kv(k, v, pages.k, pages.v, meta.slots)
+        write_by_ops(qkv, num_heads, pages, rotary, meta)
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
-        ops.paged_attend(
-            q, pages.k, pages.v, meta.block_table, meta.kv_lens, meta.q_starts, meta.scale, out=out, causal=meta.causal
+        attend_by_ops(q, pages, meta, out)
+
+
+def write_by_ops(
+    qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
+) -> None:
+    """`AttentionBackend.write_kv` by the operations of `mstar.kernels.ops`."""
+    if rotary is not None:
+        ops.rope_write_kv(
+            qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes
         )
+        return
+    k, v = _keys_and_values(qkv, *pages.k.shape[2:])
+    ops.write_kv(k, v, pages.k, pages.v, meta.slots)
 
 
-BACKENDS: dict[str, AttentionBackend] = {backend.name: backend for backend in (PagedKernels(), TorchReference())}
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("torch_ref",)}
-"""By device type, best first."""
-
-
-def choose_backend(key: str, need: AttentionNeed, wanted: str | None) -> AttentionBackend:
-    """The deployment's choice, or the first of the platform's list that can serve `need`. Logs the choice.
-
-    Raises:
-        ValueError: an unknown name, a choice that cannot serve, or nothing that can; says why.
-    """
-    if wanted is not None and wanted not in BACKENDS:
-        raise ValueError(f"resources.{key}.backend: {wanted!r} is unknown (known: {', '.join(sorted(BACKENDS))})")
-    names = (wanted,) if wanted is not None else PREFERENCE.get(need.device_type, ("torch_ref",))
-    refusals: list[str] = []
-    for name in names:
-        reason = BACKENDS[name].why_unavailable(need)
-        if reason is None:
-            log.info("attention %s: backend %s%s", key, name, f" (not {'; '.join(refusals)})" if refusals else "")
-            return BACKENDS[name]
-        refusals.append(f"{name}: {reason}")
-    raise ValueError(f"resources.{key}: no attention backend can serve {need}: {'; '.join(refusals)}")
+def attend_by_ops(q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
+    """`AttentionBackend.attend` by the operations of `mstar.kernels.ops`."""
+    ops.paged_attend(
+        q, pages.k, pages.v, meta.block_table, meta.kv_lens, meta.q_starts, meta.scale, out=out, causal=meta.causal
+    )
 
 
 def _keys_and_values(qkv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

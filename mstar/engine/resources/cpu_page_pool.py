@@ -41,4 +41,4 @@ class CPUPagePool:
 
 def _copy(source: Tensor, target: Tensor, src: np.ndarray, dst: np.ndarray) -> None:
     for begin, end in zip(src.tolist(), dst.tolist(), strict=True):
-        target[:, end].copy_(source[:, begin])
+        target[:, end].copy_(source[:, begin], non_blocking=True)  # only the stream reads it back

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from mstar.engine.resources.linear_attention_backends import (
     LinearAttentionBackend,
     LinearAttentionMeta,
     LinearAttentionNeed,
-    choose_backend,
 )
+from mstar.engine.resources.linear_attention_choice import choose_backend
 from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool
 from mstar.engine.spec import LinearAttentionSpec, StateBlock
 from mstar.engine.staging import StagingField
@@ -27,6 +28,13 @@ from mstar.engine.step import LinearAttentionStep
 
 CONV, DELTA = "conv", "delta"
 """Names of the state blocks."""
+
+
+class LinearAttentionFacts(NamedTuple):
+    """Of one step: whether each row has one token; tokens of the rows, int32."""
+
+    single: bool
+    spans: np.ndarray
 
 
 class _Current:
@@ -97,7 +105,7 @@ class LinearAttention(Resource[LinearAttentionStep]):
     def close(self, handle: int) -> None:
         """Nothing of its own."""
 
-    def plan(self, step: LinearAttentionStep, ctx: StepContext) -> None:
+    def plan(self, step: LinearAttentionStep, ctx: StepContext) -> LinearAttentionFacts:
         starts = ctx.staging[self._q_starts]
         num_rows, num_tokens = ctx.rows.handles.size, ctx.num_tokens
         starts[0] = 0
@@ -105,9 +113,13 @@ class LinearAttention(Resource[LinearAttentionStep]):
         # A padding row has one token, as far as there are padding tokens.
         num_padding = starts.size - num_rows - 1
         starts[num_rows + 1 :] = np.minimum(num_tokens + 1 + np.arange(num_padding), ctx.shape.tokens)
+        return LinearAttentionFacts(ctx.single, ctx.rows.spans)
 
-    def capturable(self, plan: None, captured: None) -> bool:
-        return self.backend.capturable
+    def capturable(self, plan: LinearAttentionFacts, captured: LinearAttentionFacts) -> bool:
+        return self.backend.capturable and plan.single
+
+    def narrow(self, plan: LinearAttentionFacts, begin: int, end: int) -> LinearAttentionFacts:
+        return plan._replace(spans=plan.spans[begin:end])
 
     def layer(self, index: int) -> LayerLinearAttention:
         blocks = self.pool.layer(index).blocks
@@ -116,11 +128,12 @@ class LinearAttention(Resource[LinearAttentionStep]):
     def staging_fields(self) -> Sequence[StagingField]:
         return (StagingField(self._q_starts, "int32", "border"),)
 
-    def begin_forward(self, plan: None, staging: Mapping[str, Tensor]) -> None:
+    def begin_forward(self, plan: LinearAttentionFacts, staging: Mapping[str, Tensor]) -> None:
         key = self.pool.key
-        self._current.meta = LinearAttentionMeta(
-            staging[key + ".slots"], staging[key + ".has_state"], staging[self._q_starts]
+        meta = LinearAttentionMeta(
+            staging[key + ".slots"], staging[key + ".has_state"], staging[self._q_starts], plan.single, plan.spans
         )
+        self._current.meta = self.backend.begin(meta, self.spec.conv_kernel)
 
 
 def _check_blocks(spec: LinearAttentionSpec, pool: RecurrentStatePool) -> None:

@@ -1,22 +1,21 @@
-"""Linear attention backends: who computes the gated delta rule over the rows' states, and how one is chosen.
+"""Linear attention backends: who computes the gated delta rule over the rows' states. Which one a resource gets:
+`linear_attention_choice`.
 
-A backend is stateless; its method runs on the executor, on tensors that the linear attention resource hands in. Adding
-one: implement `LinearAttentionBackend`, put it into `BACKENDS` and into a preference list.
+A backend keeps no request's state; its methods run on the executor, on tensors that the linear attention resource hands
+in. Adding one: implement `LinearAttentionBackend`, put it into `BACKENDS` and into a preference list.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.engine.layer_handles import GatedDeltaWeights
 from mstar.kernels import ops, reference_gated_delta
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,16 @@ class LinearAttentionNeed:
 
 
 class LinearAttentionMeta(NamedTuple):
-    """A step's rows as the device sees them: `slots` and `has_state` int32 [rows], `q_starts` int32 [rows + 1]."""
+    """A step's rows as the device sees them: `slots` and `has_state` int32 [rows], `q_starts` int32 [rows + 1]. What
+    the host knows of the real ones: `single`: each has one token; `spans` int32 [rows]: their tokens. `derived`: the
+    backend's own, from `begin`."""
 
     slots: Tensor
     has_state: Tensor
     q_starts: Tensor
+    single: bool
+    spans: np.ndarray
+    derived: object = None
 
 
 class LayerStates(NamedTuple):
@@ -53,10 +57,14 @@ class LinearAttentionBackend(Protocol):
 
     name: str
     capturable: bool
-    """Launches depend on the bucket only."""
+    """Launches of steps of single tokens depend on the bucket only."""
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
+        ...
+
+    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
+        """Once per step before the first layer, on the executor: what `mix` gets as `meta`."""
         ...
 
     def mix(
@@ -84,6 +92,9 @@ class TorchReference:
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         return None
+
+    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
+        return meta
 
     def mix(
         self,
@@ -120,6 +131,9 @@ class GatedDeltaKernels:
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         return None if need.device_type == "cpu" else f"runs on a CPU, not on {need.device_type}"
 
+    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
+        return meta
+
     def mix(
         self,
         qkv: Tensor,
@@ -131,40 +145,30 @@ class GatedDeltaKernels:
         meta: LinearAttentionMeta,
         out: Tensor,
     ) -> None:
-        ops.gated_delta(
-            qkv,
-            b,
-            a,
-            *weights,
-            states.conv,
-            states.delta,
-            meta.slots,
-            meta.has_state,
-            meta.q_starts,
-            key_heads,
-            out,
-        )
+        mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out)
 
 
-BACKENDS: dict[str, LinearAttentionBackend] = {b.name: b for b in (GatedDeltaKernels(), TorchReference())}
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("torch_ref",)}
-"""By device type, best first."""
-
-
-def choose_backend(key: str, need: LinearAttentionNeed, wanted: str | None) -> LinearAttentionBackend:
-    """The deployment's choice, or the first of the platform's list that can serve `need`. Logs the choice.
-
-    Raises:
-        ValueError: an unknown name, a choice that cannot serve, or nothing that can; says why.
-    """
-    if wanted is not None and wanted not in BACKENDS:
-        raise ValueError(f"resources.{key}.backend: {wanted!r} is unknown (known: {', '.join(sorted(BACKENDS))})")
-    names = (wanted,) if wanted is not None else PREFERENCE.get(need.device_type, ("torch_ref",))
-    refusals: list[str] = []
-    for name in names:
-        reason = BACKENDS[name].why_unavailable(need)
-        if reason is None:
-            log.info("linear attention %s: backend %s", key, name)
-            return BACKENDS[name]
-        refusals.append(f"{name}: {reason}")
-    raise ValueError(f"resources.{key}: no linear attention backend can serve {need}: {'; '.join(refusals)}")
+def mix_by_ops(
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    states: LayerStates,
+    key_heads: int,
+    meta: LinearAttentionMeta,
+    out: Tensor,
+) -> None:
+    """`LinearAttentionBackend.mix` by the operation of `mstar.kernels.ops`."""
+    ops.gated_delta(
+        qkv,
+        b,
+        a,
+        *weights,
+        states.conv,
+        states.delta,
+        meta.slots,
+        meta.has_state,
+        meta.q_starts,
+        key_heads,
+        out,
+    )

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.engine.host_columns import to_device
+
 NEG_INF = float("-inf")
 
 
@@ -49,7 +51,7 @@ class TokenCounts:
         self.output[row] = 0
         self.prompt[row] = False
         if prompt_ids.size:
-            self.prompt[row, torch.from_numpy(prompt_ids).to(self.prompt.device)] = True
+            self.prompt[row, to_device(prompt_ids, self.prompt.device)] = True
 
     def penalize(self, logits: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
         """In place on `logits` fp32 `[n, vocab]`; penalties fp32 `[n, 1]`, `rows` int64 `[n]`.
@@ -97,10 +99,10 @@ class TokenBiases:
             ]  # zeros would mask token 0 of the rows that are here
         self._ids[row] = 0
         self._values[row] = 0.0
-        self._ids[row, : ids.size] = torch.from_numpy(ids).to(self._device)
-        self._values[row, : ids.size] = torch.from_numpy(values).to(self._device)
+        self._ids[row, : ids.size] = to_device(ids, self._device)
+        self._values[row, : ids.size] = to_device(values, self._device)
         self._floor_ids[row] = int(floor_ids[0]) if floor_ids.size else 0
-        self._floor_ids[row, : floor_ids.size] = torch.from_numpy(floor_ids).to(self._device)
+        self._floor_ids[row, : floor_ids.size] = to_device(floor_ids, self._device)
 
     def add(self, logits: Tensor, rows: Tensor, floor: Tensor) -> None:
         """In place on `logits` fp32 `[n, vocab]`. `floor` fp32 `[n]`: -inf for rows under their floor, else 0."""

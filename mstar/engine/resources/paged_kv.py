@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mstar.engine.device_ops import NO_PAGES, DeviceOp
 from mstar.engine.execution import AdmitOutcome
+from mstar.engine.host_columns import to_device
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
 from mstar.engine.resources.cache_holdings import CacheHoldings
 from mstar.engine.resources.cache_policy import NO_REUSE, CachePolicy
@@ -244,6 +245,6 @@ class PagedKV(Resource[KVStep]):
         self._ops.append(DeviceOp("poison", NO_PAGES, pages))
 
     def _fill_nan(self, pages: np.ndarray) -> None:
-        index = torch.from_numpy(pages.astype(np.int64)).to(self._k.device)
+        index = to_device(pages.astype(np.int64), self._k.device)
         self._k.index_fill_(1, index, float("nan"))
         self._v.index_fill_(1, index, float("nan"))

@@ -240,4 +240,4 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor], src: Seque
     """Slots `src` to slots `dst`, all blocks and layers."""
     for name, block in source.items():
         for begin, end in zip(src, dst, strict=True):
-            target[name][:, end].copy_(block[:, begin])
+            target[name][:, end].copy_(block[:, begin], non_blocking=True)  # only the stream reads it back

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mstar.communication.messages import SamplingParams
 from mstar.engine.execution import StepOutputs
+from mstar.engine.host_columns import to_device
 from mstar.engine.resources import sampling_columns as column
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
 from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts
@@ -233,7 +234,7 @@ class Sampler(Resource[SamplerStep]):
 
     def _cut_fields(self, plan: SamplingPlan) -> dict[str, Tensor]:
         return {
-            self._names[name][field]: torch.from_numpy(values).to(self._device)
+            self._names[name][field]: to_device(values, self._device)
             for name, group in plan.groups().items()
             for field, values in (("rows", group.rows), *group.columns.items())
         }
@@ -251,7 +252,7 @@ class Sampler(Resource[SamplerStep]):
         self._work.append(lambda: self._biases.reset(row, ids, values, floor_ids))
 
     def _write_params(self, handles: np.ndarray, values: np.ndarray) -> None:
-        self._table[torch.from_numpy(handles).to(self._device)] = torch.from_numpy(values).to(self._device)
+        self._table[to_device(handles, self._device)] = to_device(values, self._device)
 
 
 class SamplerLayer:

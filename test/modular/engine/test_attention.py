@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mstar.engine.resources.attention import Attention
-from mstar.engine.resources.attention_backends import AttentionNeed, choose_backend
+from mstar.engine.resources.attention_backends import AttentionNeed
+from mstar.engine.resources.attention_choice import choose_backend
 from mstar.engine.resources.base import OpenConfig
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.resources.positions import Positions
@@ -207,7 +208,7 @@ NEED = AttentionNeed("cpu", torch.float32, 4, 2, 8, 16)
 
 
 def test_the_first_backend_that_can_serve_is_chosen_and_logged(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.attention_backends"):
+    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.attention_choice"):
         assert choose_backend("attn", NEED, None).name == "cpu"
         assert choose_backend("attn", NEED, "torch_ref").name == "torch_ref"
     assert [record.getMessage() for record in caplog.records] == [
@@ -217,7 +218,7 @@ def test_the_first_backend_that_can_serve_is_chosen_and_logged(caplog: pytest.Lo
     assert choose_backend("attn", cuda, None).name == "torch_ref"
     with pytest.raises(ValueError, match=r"resources\.attn: no attention backend.*cpu: runs on a CPU, not on cuda"):
         choose_backend("attn", cuda, "cpu")
-    with pytest.raises(ValueError, match="known: cpu, torch_ref"):
+    with pytest.raises(ValueError, match="known: cpu, flashinfer, torch_ref"):
         choose_backend("attn", NEED, "flash")
 
 

@@ -59,13 +59,13 @@ def test_a_step_moves_its_rows_states_and_no_others(backend: str, num_padding: i
     }
     ctx = StepContext(rows, sum(spans), sum(spans) == 2, staging, StepShape(num_rows, num_tokens, 8))
     facts = pool.plan(RecurrentStep(), ctx)
-    attention.plan(LinearAttentionStep(), ctx)
+    mixing = attention.plan(LinearAttentionStep(), ctx)
     assert staging["state.slots"].tolist() == [4, 3, -1, -1][:num_rows]
     assert staging["state.has_state"].tolist() == [1, 0, 0, 0][:num_rows]
     assert staging["delta_rule.q_starts"].tolist() == [0, 1, *([2, 3, 4] if num_padding else [4])]
     tensors = {name: torch.from_numpy(value) for name, value in staging.items()}
     pool.begin_forward(facts, tensors)
-    attention.begin_forward(None, tensors)
+    attention.begin_forward(mixing, tensors)
     qkv, b, a = (torch.randn(num_tokens, width) for width in (CHANNELS, VALUE_HEADS, VALUE_HEADS))
     weights = GatedDeltaWeights(torch.randn(CHANNELS, KERNEL), torch.rand(VALUE_HEADS), torch.rand(VALUE_HEADS))
     before = {name: block.clone() for name, block in pool._blocks.items()}

@@ -5,7 +5,7 @@ from support.checkpoints import write_directory
 from support.command_line import command, deployment_file
 
 from mstar.config.load import ConfigError, config_from_mapping
-from mstar.engine.resources.attention_backends import BACKENDS
+from mstar.engine.resources.attention_choice import BACKENDS
 from mstar.engine.spec import ATTENTION_BACKENDS
 from mstar.launch.deployment import open_deployment, resolve_deployment
 from mstar.model.qwen3_5.random_checkpoint import write_random_checkpoint
@@ -25,7 +25,7 @@ def compiled(checkpoint: str, tmp_path, **values):
 
 
 REFUSED = [
-    ({"device": "cuda"}, "device: cuda is not supported"),
+    ({"device": "cuda"}, "device: cuda, and this machine has no accelerator"),
     ({"max_seq_len": 257}, "max_seq_len: 257 is more than the model's 256 positions"),
     ({"node_groups": [{"node_names": ["LM"]}]}, "the model has no node LM; its nodes are LLM"),
     ({"node_groups": [{"node_names": ["LLM"]}, {"node_names": ["LLM"]}]}, "LLM is placed twice"),
@@ -34,7 +34,10 @@ REFUSED = [
     ({"resources": {"sampler": {"memory_fraction": 0.1}}}, "resources.sampler.memory_fraction"),
     ({"resources": {"attn": {"host_bytes": 1}}}, "resources.attn.host_bytes: attn is no cache"),
     ({"resources": {"kv": {"backend": "cpu"}}}, "resources.kv.backend: kv has no backends"),
-    ({"resources": {"attn": {"backend": "fast"}}}, "resources.attn.backend: 'fast' is unknown (known: cpu, torch_ref)"),
+    (
+        {"resources": {"attn": {"backend": "fast"}}},
+        "resources.attn.backend: 'fast' is unknown (known: cpu, flashinfer, torch_ref)",
+    ),
 ]
 
 

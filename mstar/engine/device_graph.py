@@ -1,0 +1,44 @@
+"""`DeviceGraph`: a forward recorded once by the accelerator. `GraphMemory`: what the graphs of one engine share.
+
+Recording at start-up on the thread that loads, replays on the executor. Must not know what it records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+WARM_UP_RUNS = 2
+"""Kernels are compiled and libraries choose theirs before the recording, which may do neither."""
+
+
+class GraphMemory:
+    """One pool for the temporaries of all graphs, which run one after the other, and the stream they are recorded on.
+    Largest first, so that the smaller ones find room in it. On a CPU there is nothing to share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.on_device else None
+        self.pool = torch.cuda.graph_pool_handle() if self.on_device else None
+
+
+class DeviceGraph:
+    """See the module docstring. What the forward leaves behind lies outside of the pool: an earlier graph's
+    temporaries are overwritten by the next replay of any."""
+
+    def __init__(self, memory: GraphMemory, run: Callable[[], None]) -> None:
+        """Runs it a few times, then records it. What `run` raises comes out of here."""
+        stream = memory.stream
+        assert stream is not None
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory.pool, stream=stream, capture_error_mode="thread_local"):
+            run()
+
+    def replay(self) -> None:
+        self._graph.replay()
