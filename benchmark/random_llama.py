@@ -43,7 +43,7 @@ class RandomLlamaModel(LlamaModel):
 def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
     """Weights of a fixed seed, small enough that nothing overflows."""
     network = LlamaNetwork(LlamaConfig.from_mapping(SHAPE), dtype=context.dtype, device=context.device)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(context.device).manual_seed(0)
     for name, parameter in network.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)

@@ -20,9 +20,9 @@ class Section(BaseModel):
 class ResourceTuning(Section):
     """Size of one resource, by its key. At most one of `num_pages` (of a cache) or `num_slots` (of recurrent states, of
     requests and snapshots together) and `memory_fraction`; none: on a CPU the smaller of 4 GiB and a quarter of the
-    free memory, half of it for states where there are any. `host_bytes`: memory of the host that a cache or states may
-    be moved to when a request is preempted, beside their own; 0: none. `max_bytes`: of features of images and videos
-    that are kept for later requests; 256 MiB without it."""
+    free memory, on an accelerator 0.8 of it; half of that for states where there are any. `host_bytes`: memory of the
+    host that a cache or states may be moved to when a request is preempted, beside their own; 0: none. `max_bytes`: of
+    features of images and videos that are kept for later requests; 256 MiB without it."""
 
     num_pages: Annotated[int, Field(ge=2)] | None = None
     num_slots: Annotated[int, Field(ge=2)] | None = None

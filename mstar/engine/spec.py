@@ -20,7 +20,7 @@ class PagedKVSpec:
     page_size: int = 64
 
 
-ATTENTION_BACKENDS = ("cpu", "flashinfer", "torch_ref")
+ATTENTION_BACKENDS = ("cpu", "flashinfer", "torch_ref", "triton")
 """Names that a deployment may choose from; `mstar.engine.resources.attention_choice` has them."""
 
 
@@ -86,7 +86,7 @@ class RecurrentStateSpec:
     blocks: tuple[StateBlock, ...]
 
 
-LINEAR_ATTENTION_BACKENDS = ("cpu", "fla", "torch_ref")
+LINEAR_ATTENTION_BACKENDS = ("cpu", "fla", "torch_ref", "triton")
 """Names that a deployment may choose from; `mstar.engine.resources.linear_attention_choice` has them."""
 
 

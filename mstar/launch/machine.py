@@ -8,10 +8,10 @@ import torch
 
 from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig
+from mstar.engine.cuda_executor import CudaExecutor
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
 from mstar.platforms import current_platform
-from mstar.platforms.cuda_executor import CudaExecutor
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
 from mstar.platforms.platform import DeviceType
 

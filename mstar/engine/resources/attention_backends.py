@@ -127,12 +127,15 @@ class TorchReference:
 
 
 class PagedKernels:
-    """The operations of `mstar.kernels.ops`: compiled on a CPU where that is possible, plain torch otherwise."""
+    """The operations of `mstar.kernels.ops`, compiled for the one type of device where that is possible, plain torch
+    otherwise."""
 
-    name = "cpu"
+    def __init__(self, name: str, device_type: str) -> None:
+        self.name = name
+        self._device_type = device_type
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
-        return None if need.device_type == "cpu" else f"runs on a CPU, not on {need.device_type}"
+        return why_elsewhere(self._device_type, need.device_type)
 
     def caps(self) -> AttentionCaps:
         return AttentionCaps(mixes_rows=True, capturable=True)
@@ -150,6 +153,14 @@ class PagedKernels:
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
         attend_by_ops(q, pages, meta, out)
+
+
+def why_elsewhere(device_type: str, needed: str) -> str | None:
+    """What keeps kernels for one type of device from another."""
+    if device_type == needed:
+        return None
+    kind = "a CPU" if device_type == "cpu" else "an accelerator"
+    return f"runs on {kind}, not on {needed}"
 
 
 def write_by_ops(

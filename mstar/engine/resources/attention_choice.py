@@ -12,9 +12,15 @@ from mstar.engine.resources.flashinfer_attention import FlashInferAttention
 log = logging.getLogger(__name__)
 
 BACKENDS: dict[str, AttentionBackend] = {
-    backend.name: backend for backend in (PagedKernels(), FlashInferAttention(), TorchReference())
+    backend.name: backend
+    for backend in (
+        PagedKernels("cpu", "cpu"),
+        FlashInferAttention(),
+        PagedKernels("triton", "cuda"),
+        TorchReference(),
+    )
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("flashinfer", "torch_ref")}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("flashinfer", "triton", "torch_ref")}
 """By device type, best first."""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mstar.engine.layer_handles import GatedDeltaWeights
+from mstar.engine.resources.attention_backends import why_elsewhere
 from mstar.engine.resources.linear_attention_backends import (
     LayerStates,
     LinearAttentionMeta,
@@ -50,8 +51,8 @@ class FlaLinearAttention:
     capturable = True
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
-        if need.device_type != "cuda":
-            return f"runs on an accelerator, not on {need.device_type}"
+        if (elsewhere := why_elsewhere("cuda", need.device_type)) is not None:
+            return elsewhere
         if need.dtype is not torch.bfloat16:
             return f"computes in bfloat16, not in {need.dtype}"
         if need.key_dim > 256 or need.key_dim % 16 or need.value_dim % 16:
@@ -78,8 +79,8 @@ class FlaLinearAttention:
             mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out)
             return
         # An optional dependency that takes seconds to import.
-        from fla.modules.causal_conv1d import causal_conv1d  # noqa: PLC0415
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415
+        from fla.modules.causal_conv1d import causal_conv1d  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
         prompts = meta.derived
         assert isinstance(prompts, _Prompts), "a step begins before its layers mix"

@@ -21,6 +21,7 @@ from mstar.engine.resources.attention_backends import (
     AttentionNeed,
     HostRows,
     attend_by_ops,
+    why_elsewhere,
     write_by_ops,
 )
 from mstar.engine.resources.paged_kv import LayerPages
@@ -35,8 +36,8 @@ class FlashInferAttention:
     name = "flashinfer"
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
-        if need.device_type != "cuda":
-            return f"runs on an accelerator, not on {need.device_type}"
+        if (elsewhere := why_elsewhere("cuda", need.device_type)) is not None:
+            return elsewhere
         if need.dtype not in (torch.bfloat16, torch.float16):
             return f"computes in 16 bits, not in {need.dtype}"
         if need.head_dim not in HEAD_DIMS:
@@ -69,7 +70,7 @@ class _Bound(FlashInferAttention):
 
     def __init__(self, need: AttentionNeed, device: torch.device) -> None:
         # An optional dependency that takes seconds to import.
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # noqa: PLC0415
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
         self._need = need
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.layer_handles import GatedDeltaWeights
+from mstar.engine.resources.attention_backends import why_elsewhere
 from mstar.kernels import ops, reference_gated_delta
 
 
@@ -123,13 +124,17 @@ class TorchReference:
 
 
 class GatedDeltaKernels:
-    """The operation of `mstar.kernels.ops`: compiled on a CPU where that is possible, plain torch otherwise."""
+    """The operation of `mstar.kernels.ops`, compiled for the one type of device where that is possible, plain torch
+    otherwise."""
 
-    name = "cpu"
     capturable = True
 
+    def __init__(self, name: str, device_type: str) -> None:
+        self.name = name
+        self._device_type = device_type
+
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
-        return None if need.device_type == "cpu" else f"runs on a CPU, not on {need.device_type}"
+        return why_elsewhere(self._device_type, need.device_type)
 
     def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
         return meta

@@ -16,9 +16,15 @@ from mstar.engine.resources.linear_attention_backends import (
 log = logging.getLogger(__name__)
 
 BACKENDS: dict[str, LinearAttentionBackend] = {
-    backend.name: backend for backend in (GatedDeltaKernels(), FlaLinearAttention(), TorchReference())
+    backend.name: backend
+    for backend in (
+        GatedDeltaKernels("cpu", "cpu"),
+        FlaLinearAttention(),
+        GatedDeltaKernels("triton", "cuda"),
+        TorchReference(),
+    )
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("fla", "torch_ref")}
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("fla", "triton", "torch_ref")}
 """By device type, best first."""
 
 

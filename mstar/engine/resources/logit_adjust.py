@@ -51,7 +51,7 @@ class TokenCounts:
         self.output[row] = 0
         self.prompt[row] = False
         if prompt_ids.size:
-            self.prompt[row, to_device(prompt_ids, self.prompt.device)] = True
+            self.prompt[row].index_fill_(0, to_device(prompt_ids, self.prompt.device), True)
 
     def penalize(self, logits: Tensor, rows: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
         """In place on `logits` fp32 `[n, vocab]`; penalties fp32 `[n, 1]`, `rows` int64 `[n]`.

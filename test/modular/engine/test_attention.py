@@ -215,10 +215,10 @@ def test_the_first_backend_that_can_serve_is_chosen_and_logged(caplog: pytest.Lo
         "attention attn: backend cpu", "attention attn: backend torch_ref"
     ]  # fmt: skip
     cuda = AttentionNeed("cuda", torch.float32, 4, 2, 8, 16)
-    assert choose_backend("attn", cuda, None).name == "torch_ref"
+    assert choose_backend("attn", cuda, None).name == "triton"
     with pytest.raises(ValueError, match=r"resources\.attn: no attention backend.*cpu: runs on a CPU, not on cuda"):
         choose_backend("attn", cuda, "cpu")
-    with pytest.raises(ValueError, match="known: cpu, flashinfer, torch_ref"):
+    with pytest.raises(ValueError, match="known: cpu, flashinfer, torch_ref, triton"):
         choose_backend("attn", NEED, "flash")
 
 

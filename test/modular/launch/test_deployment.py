@@ -36,7 +36,7 @@ REFUSED = [
     ({"resources": {"kv": {"backend": "cpu"}}}, "resources.kv.backend: kv has no backends"),
     (
         {"resources": {"attn": {"backend": "fast"}}},
-        "resources.attn.backend: 'fast' is unknown (known: cpu, flashinfer, torch_ref)",
+        "resources.attn.backend: 'fast' is unknown (known: cpu, flashinfer, torch_ref, triton)",
     ),
 ]
 

@@ -13,6 +13,7 @@ MAY_CATCH_EVERYTHING: dict[str, str] = {
     "mstar/conductor/handle.py": "entry of a request: whatever goes wrong starting it is that request's 500",
     "mstar/conductor/preprocess.py": "per-message guard: a job fails its own request, the pool goes on",
     "mstar/conductor/preprocess_worker.py": "per-message guard: a model's prompt hook fails its own request",
+    "mstar/engine/cuda_executor.py": "what a step's work raises belongs to the step, whose owner waits for the event",
     "mstar/engine/node_hooks.py": "guards around a model's hooks: a row's hook fails its row, a batch's its step",
     "mstar/engine/resource_stages.py": "guards around a step's resources: what they raise fails the step's rows",
     "mstar/launch/child.py": "entry of every child process: logs why it ends",

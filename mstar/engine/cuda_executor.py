@@ -1,4 +1,4 @@
-"""`CudaExecutor`: launches work on the calling thread's stream and goes on at once. Worker processes: imports torch.
+"""`CudaExecutor`: launches work on the calling thread's stream and goes on at once. Loop thread.
 
 A launch takes no longer on the loop thread than handing it to another thread, so there is none. Must not wait for the
 device except where an event is waited for, and after work that failed halfway.

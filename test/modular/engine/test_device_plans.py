@@ -1,0 +1,67 @@
+"""What kernel libraries of an accelerator are told about a step, from host integers and from staged columns."""
+
+import numpy as np
+import torch
+
+from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig, auto_capture_sizes
+from mstar.engine.resources.attention_backends import AttentionNeed, HostRows
+from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _last_inputs, _Prompts
+from mstar.engine.resources.flashinfer_attention import FlashInferAttention, plan_columns
+from mstar.engine.resources.linear_attention_backends import LinearAttentionMeta, LinearAttentionNeed
+
+
+def test_pages_of_rows_one_after_the_other():
+    table = np.array([[7, 3, 0], [5, 0, 0], [9, 2, 4]], np.int32)
+    rows = HostRows(table, np.array([5, 4, 12], np.int32), np.array([0, 5, 6, 8], np.int32), single=False)
+    starts, page_starts, pages, last = (column.tolist() for column in plan_columns(rows, 4))
+    assert starts == [0, 5, 6, 8]
+    assert page_starts == [0, 2, 3, 6]
+    assert pages == [7, 3, 5, 9, 2, 4]
+    assert last == [1, 4, 4]
+
+
+def test_chunks_of_rows_and_the_inputs_that_a_convolution_goes_on_with():
+    """Rows of 130, 1, 64 and 2 tokens with a memory of 3: the window is the end of history and tokens together."""
+    spans, past = [130, 1, 64, 2], 3
+    starts = torch.tensor([0, *spans]).cumsum(0).int()
+    columns = (torch.tensor([4, 2, -1, 1], dtype=torch.int32), torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+    meta = LinearAttentionMeta(*columns, starts, False, np.array(spans, np.int32))
+    prompts = FlaLinearAttention().begin(meta, past + 1).derived
+    assert isinstance(prompts, _Prompts)
+    assert prompts.chunks.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [3, 0]]
+    assert prompts.starts.tolist() == starts.tolist() and prompts.starts.dtype is torch.int64
+    assert prompts.slots.tolist() == [4, 2, 0, 1]  # a row without a slot has the sink
+    assert prompts.begins.tolist() == [True, False, True, False]
+    qkv, history = torch.randn(sum(spans), 5), torch.randn(4, past, 5)
+    expected = [torch.cat([old, new])[-past:] for old, new in zip(history, qkv.split(spans), strict=True)]
+    assert torch.equal(_last_inputs(qkv, history, prompts), torch.stack(expected))
+    single = meta._replace(single=True)
+    assert FlaLinearAttention().begin(single, past + 1) is single
+
+
+def test_what_the_libraries_cannot_serve_is_said():
+    need = AttentionNeed("cuda", torch.bfloat16, 8, 2, 256, 64)
+    reasons = [
+        FlashInferAttention().why_unavailable(each)
+        for each in (need, need.__class__("cpu", *_rest(need)), need.__class__("cuda", torch.float32, *_rest(need)[1:]))
+    ]
+    assert reasons[1] == "runs on an accelerator, not on cpu"
+    assert reasons[2] == "computes in 16 bits, not in torch.float32"
+    odd = AttentionNeed("cuda", torch.bfloat16, 8, 2, 96, 64)
+    assert FlashInferAttention().why_unavailable(odd) == "heads of 64, 128, 256, not of 96"
+    linear = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 24, 24, 4)
+    assert FlaLinearAttention().why_unavailable(linear) == "heads of multiples of 16 up to 256, not of 24 and 24"
+
+
+def _rest(need: AttentionNeed) -> tuple[torch.dtype, int, int, int, int]:
+    return need.dtype, need.num_heads, need.num_kv_heads, need.head_dim, need.page_size
+
+
+def test_an_accelerator_captures_up_to_the_widest_step():
+    def sizes(max_rows: int, device: str) -> tuple[int, ...]:
+        return auto_capture_sizes(EngineConfig(max_rows, 64, max_rows, device=torch.device(device)))
+
+    assert sizes(65, "cpu") == AUTO_CAPTURE_SIZES
+    assert sizes(20, "cuda") == (1, 2, 4, 8, 16, 20)
+    assert sizes(256, "cuda")[-2:] == (248, 256)
+    assert sizes(300, "cuda")[-1] == 256
