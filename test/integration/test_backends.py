@@ -101,7 +101,7 @@ class Linear:
         backend = choose_linear_backend("delta", need, name)
         single = all(span == 1 for span in spans)
         meta = LinearAttentionMeta(*columns, starts, single, np.array(spans, np.int32))
-        backend.mix(qkv, b, a, self.weights, self.states, KEY_HEADS, backend.begin(meta, KERNEL), out)
+        backend.mix(qkv, b, a, self.weights, self.states, KEY_HEADS, backend.begin(meta), out)
         return out
 
 

@@ -1,14 +1,18 @@
-"""`FlaLinearAttention`: steps with prompts by the chunk kernels of flash-linear-attention over states taken from their
-slots and put back; steps of single tokens by the operation of `mstar.kernels.ops`, which is one kernel over the slots.
+"""`FlaLinearAttention`: steps with prompts by the chunk kernels of flash-linear-attention, behind a kernel that makes what
+they take and over states taken from their slots and put back; steps of single tokens by the operation of
+`mstar.kernels.ops`, which is one kernel over the slots.
 
-Executor. Must not wait for the device. The library remembers what it derives from a tensor of row borders by the
-tensor's identity, so every step brings one of its own.
+Executor. Must not wait for the device. The library's entries for models are left out: for short prompts what they do on
+the host takes longer than the kernels. It remembers what it derives from a tensor of row borders by the tensor's
+identity, so every step brings one of its own.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,22 +30,29 @@ from mstar.engine.resources.state_slots import SINK_SLOT
 
 CHUNK = 64
 """Tokens that the kernels take together."""
+HEAD_DIMS = (16, 32, 64, 128, 256)
+TAPS = 4
 
 
 class _Prompts(NamedTuple):
-    """A step as the library wants it: `slots`, and `starts` [rows + 1]; `chunks` [chunks, 2] (row, chunk of the row);
-    all int64. `begins` bool [rows].
-
-    The convolution goes on with the inputs of the last `kernel - 1` tokens: `of_tokens` [rows * (kernel - 1)] are
-    tokens of the step, `of_history` rows of what was remembered, `is_new` bool [rows, kernel - 1, 1] says which."""
+    """A step as the kernels want it: `slots` [rows]; `starts` [rows + 1]; `chunks` [chunks, 2] (row, chunk of the row);
+    `chunk_starts` [rows + 1]; all int64. `begins` bool [rows, 1, 1, 1]."""
 
     slots: Tensor
     begins: Tensor
     starts: Tensor
     chunks: Tensor
-    of_tokens: Tensor
-    of_history: Tensor
-    is_new: Tensor
+    chunk_starts: Tensor
+
+
+class _Kernels(NamedTuple):
+    """`prepare` is ours, the others the library's: of each chunk alone, of the states from chunk to chunk, and of the
+    results."""
+
+    prepare: Callable[..., Any]
+    within: Callable[..., Any]
+    between: Callable[..., Any]
+    results: Callable[..., Any]
 
 
 class FlaLinearAttention:
@@ -55,14 +66,16 @@ class FlaLinearAttention:
             return elsewhere
         if need.dtype is not torch.bfloat16:
             return f"computes in bfloat16, not in {need.dtype}"
-        if need.key_dim > 256 or need.key_dim % 16 or need.value_dim % 16:
-            return f"heads of multiples of 16 up to 256, not of {need.key_dim} and {need.value_dim}"
+        if need.key_dim != need.value_dim or need.key_dim not in HEAD_DIMS:
+            return f"keys and values of {', '.join(map(str, HEAD_DIMS))}, not of {need.key_dim} and {need.value_dim}"
+        if need.conv_kernel != TAPS:
+            return f"convolutions of {TAPS} taps, not of {need.conv_kernel}"
         if importlib.util.find_spec("fla") is None:
             return "flash-linear-attention is not installed (the extra `cuda`)"
         return None
 
-    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
-        return meta if meta.single else meta._replace(derived=_prompts(meta, conv_kernel - 1))
+    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
+        return meta if meta.single else meta._replace(derived=_prompts(meta))
 
     def mix(
         self,
@@ -78,73 +91,53 @@ class FlaLinearAttention:
         if meta.single:
             mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out)
             return
-        # An optional dependency that takes seconds to import.
-        from fla.modules.causal_conv1d import causal_conv1d  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
-
-        prompts = meta.derived
+        kernels, prompts = _kernels(), meta.derived
         assert isinstance(prompts, _Prompts), "a step begins before its layers mix"
-        slots, begins = prompts.slots, prompts.begins
-        history = states.conv.index_select(0, slots).masked_fill_(begins[:, None, None], 0)
-        # The library's window begins one input before what the convolution reads.
-        window = functional.pad(history.transpose(1, 2), (1, 0))
-        mixed, _ = causal_conv1d(
-            qkv[None],
-            weights.conv,
-            initial_state=window,
-            activation="silu",
-            cu_seqlens=prompts.starts,
-            chunk_indices=prompts.chunks,
+        slots, rows = prompts.slots, {"cu_seqlens": prompts.starts, "chunk_indices": prompts.chunks}
+        inputs = kernels.prepare(
+            qkv, b, a, *weights, states.conv, slots, meta.has_state, prompts.starts, prompts.chunks, key_heads
         )
-        states.conv.index_copy_(0, slots, _last_inputs(qkv, history, prompts))
-        num_heads, key_dim, value_dim = states.delta.shape[1:]
-        key_width = key_heads * key_dim
-        q, k, v = mixed.split([key_width, key_width, num_heads * value_dim], -1)
-        state = states.delta.index_select(0, slots).masked_fill_(begins[:, None, None, None], 0)
-        result, state = chunk_gated_delta_rule(
-            q.unflatten(-1, (key_heads, key_dim)),
-            k.unflatten(-1, (key_heads, key_dim)),
-            v.unflatten(-1, (num_heads, value_dim)),
-            g=a[None],
-            beta=b[None],
-            scale=key_dim**-0.5,
+        decay = inputs.log2_decay
+        state = states.delta.index_select(0, slots).masked_fill_(prompts.begins, 0)
+        w, u, _ = kernels.within(k=inputs.k, v=inputs.v, g=decay, beta=inputs.beta, **rows)
+        history, added, state = kernels.between(
+            k=inputs.k,
+            w=w,
+            u=u,
+            g=decay,
             initial_state=state,
             output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            use_gate_in_kernel=True,
-            A_log=weights.a_log,
-            dt_bias=weights.dt_bias,
-            cu_seqlens=prompts.starts,
-            chunk_indices=prompts.chunks,
+            chunk_offsets=prompts.chunk_starts,
+            **rows,
         )
         states.delta.index_copy_(0, slots, state)
+        scale = states.delta.shape[2] ** -0.5
+        result = kernels.results(q=inputs.q, k=inputs.k, v=added, h=history, g=decay, scale=scale, **rows)
         out.copy_(result.view(out.shape))
 
 
-def _prompts(meta: LinearAttentionMeta, past: int) -> _Prompts:
-    """`past`: inputs that the convolution remembers."""
+def _prompts(meta: LinearAttentionMeta) -> _Prompts:
     starts = meta.q_starts.long()
-    spans = starts.diff()[:, None]
-    chunk_starts = functional.pad((spans.squeeze(1) + CHUNK - 1).div(CHUNK, rounding_mode="floor").cumsum(0), (1, 0))
+    counts = (starts.diff() + CHUNK - 1).div(CHUNK, rounding_mode="floor")
+    chunk_starts = functional.pad(counts.cumsum(0), (1, 0))
     chunk = torch.arange(int((-(-meta.spans // CHUNK)).sum()), device=starts.device)
     row = torch.searchsorted(chunk_starts, chunk, right=True) - 1
-    back = torch.arange(past, device=starts.device)[None]
-    own_rows = torch.arange(spans.shape[0], device=starts.device)[:, None] * past
     return _Prompts(
         slots=meta.slots.long().clamp_(min=SINK_SLOT),
-        begins=meta.has_state == 0,
+        begins=(meta.has_state == 0)[:, None, None, None],
         starts=starts,
         chunks=torch.stack([row, chunk - chunk_starts[row]], 1),
-        of_tokens=(starts[1:, None] - past + back).clamp_(min=0).flatten(),
-        of_history=(own_rows + (back + spans).clamp_(max=past - 1)).flatten(),
-        is_new=(back + spans >= past).unsqueeze(2),
+        chunk_starts=chunk_starts,
     )
 
 
-def _last_inputs(qkv: Tensor, history: Tensor, prompts: _Prompts) -> Tensor:
-    """`[rows, kernel - 1, channels]`: what the convolution goes on with after `qkv [tokens, channels]`, of rows that
-    have remembered `history`, shaped alike."""
-    fresh = qkv.index_select(0, prompts.of_tokens).view(history.shape)
-    old = history.flatten(0, 1).index_select(0, prompts.of_history).view(history.shape)
-    return torch.where(prompts.is_new, fresh, old)
+@cache
+def _kernels() -> _Kernels:
+    """What is there on machines with an accelerator only, and takes seconds to import."""
+    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    from fla.ops.common.chunk_o import chunk_fwd_o  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+    from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
+    from mstar.kernels.triton.delta_prompt import prepare_chunks  # noqa: PLC0415
+
+    return _Kernels(prepare_chunks, chunk_gated_delta_rule_fwd_intra, chunk_gated_delta_rule_fwd_h, chunk_fwd_o)

@@ -133,7 +133,7 @@ class LinearAttention(Resource[LinearAttentionStep]):
         meta = LinearAttentionMeta(
             staging[key + ".slots"], staging[key + ".has_state"], staging[self._q_starts], plan.single, plan.spans
         )
-        self._current.meta = self.backend.begin(meta, self.spec.conv_kernel)
+        self._current.meta = self.backend.begin(meta)
 
 
 def _check_blocks(spec: LinearAttentionSpec, pool: RecurrentStatePool) -> None:

@@ -64,7 +64,7 @@ class LinearAttentionBackend(Protocol):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
-    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
+    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
         """Once per step before the first layer, on the executor: what `mix` gets as `meta`."""
         ...
 
@@ -94,7 +94,7 @@ class TorchReference:
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         return None
 
-    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
+    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
         return meta
 
     def mix(
@@ -136,7 +136,7 @@ class GatedDeltaKernels:
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         return why_elsewhere(self._device_type, need.device_type)
 
-    def begin(self, meta: LinearAttentionMeta, conv_kernel: int) -> LinearAttentionMeta:
+    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
         return meta
 
     def mix(

@@ -5,7 +5,7 @@ import torch
 
 from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig, auto_capture_sizes
 from mstar.engine.resources.attention_backends import AttentionNeed, HostRows
-from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _last_inputs, _Prompts
+from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _Prompts
 from mstar.engine.resources.flashinfer_attention import FlashInferAttention, plan_columns
 from mstar.engine.resources.linear_attention_backends import LinearAttentionMeta, LinearAttentionNeed
 
@@ -20,23 +20,20 @@ def test_pages_of_rows_one_after_the_other():
     assert last == [1, 4, 4]
 
 
-def test_chunks_of_rows_and_the_inputs_that_a_convolution_goes_on_with():
-    """Rows of 130, 1, 64 and 2 tokens with a memory of 3: the window is the end of history and tokens together."""
-    spans, past = [130, 1, 64, 2], 3
+def test_chunks_of_rows():
+    spans = [130, 1, 64, 2]
     starts = torch.tensor([0, *spans]).cumsum(0).int()
     columns = (torch.tensor([4, 2, -1, 1], dtype=torch.int32), torch.tensor([0, 1, 0, 1], dtype=torch.int32))
     meta = LinearAttentionMeta(*columns, starts, False, np.array(spans, np.int32))
-    prompts = FlaLinearAttention().begin(meta, past + 1).derived
+    prompts = FlaLinearAttention().begin(meta).derived
     assert isinstance(prompts, _Prompts)
     assert prompts.chunks.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [3, 0]]
     assert prompts.starts.tolist() == starts.tolist() and prompts.starts.dtype is torch.int64
     assert prompts.slots.tolist() == [4, 2, 0, 1]  # a row without a slot has the sink
-    assert prompts.begins.tolist() == [True, False, True, False]
-    qkv, history = torch.randn(sum(spans), 5), torch.randn(4, past, 5)
-    expected = [torch.cat([old, new])[-past:] for old, new in zip(history, qkv.split(spans), strict=True)]
-    assert torch.equal(_last_inputs(qkv, history, prompts), torch.stack(expected))
+    assert prompts.begins.flatten().tolist() == [True, False, True, False]
+    assert prompts.chunk_starts.tolist() == [0, 3, 4, 5, 6]
     single = meta._replace(single=True)
-    assert FlaLinearAttention().begin(single, past + 1) is single
+    assert FlaLinearAttention().begin(single) is single
 
 
 def test_what_the_libraries_cannot_serve_is_said():
@@ -49,8 +46,10 @@ def test_what_the_libraries_cannot_serve_is_said():
     assert reasons[2] == "computes in 16 bits, not in torch.float32"
     odd = AttentionNeed("cuda", torch.bfloat16, 8, 2, 96, 64)
     assert FlashInferAttention().why_unavailable(odd) == "heads of 64, 128, 256, not of 96"
-    linear = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 24, 24, 4)
-    assert FlaLinearAttention().why_unavailable(linear) == "heads of multiples of 16 up to 256, not of 24 and 24"
+    linear = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 16, 24, 4)
+    assert FlaLinearAttention().why_unavailable(linear) == "keys and values of 16, 32, 64, 128, 256, not of 16 and 24"
+    longer = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 16, 16, 5)
+    assert FlaLinearAttention().why_unavailable(longer) == "convolutions of 4 taps, not of 5"
 
 
 def _rest(need: AttentionNeed) -> tuple[torch.dtype, int, int, int, int]:
