@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mstar.engine import node_runtime as fields
-from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig
+from mstar.engine.cuda_graph_config import (
+    BatchedCudaGraphConfig,
+    BucketKey,
+    CudaGraphConfig,
+    PackedCudaGraphConfig,
+)
 from mstar.engine.cuda_graph_runner import Bucket
 from mstar.engine.device_graph import GraphMemory
-from mstar.engine.engine_config import EngineConfig, auto_capture_sizes
+from mstar.engine.engine_config import EngineConfig, auto_capture_sizes, packed_sizes
 from mstar.engine.execution import Portion
 from mstar.engine.forward import record_bucket
 from mstar.engine.node_hooks import touched_resources
@@ -25,6 +31,13 @@ from mstar.graph.protocol import ReadyKey, TakenRows
 
 Progress = Callable[[str, int, int], None]
 """(label, done, total)"""
+
+
+class Size(NamedTuple):
+    """Of a bucket. `tokens`: of packed rows together; None: each row has one, or none."""
+
+    rows: int
+    tokens: int | None = None
 
 
 class CaptureError(Exception):
@@ -48,7 +61,7 @@ def capture_buckets(
         for declared in node.submodule.get_cuda_graph_configs()
         for size in capture_sizes(declared, config)
     ]
-    wanted.sort(key=lambda item: -item[2])
+    wanted.sort(key=lambda item: (-(item[2].tokens or item[2].rows), -item[2].rows))
     given_up: set[tuple[str, CudaGraphConfig]] = set()
     num_buckets = 0
     for done, (node, declared, size) in enumerate(wanted):
@@ -68,19 +81,21 @@ def capture_buckets(
     return num_buckets
 
 
-def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[int]:
+def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[Size]:
     """Sizes of a declaration in this deployment, none above its row limit."""
+    if isinstance(declared, PackedCudaGraphConfig):
+        return [Size(*size) for size in packed_sizes(config)]
     sizes = declared.capture_batch_sizes
     if sizes is None:
         sizes = auto_capture_sizes(config) if config.capture_sizes is None else config.capture_sizes
-    return sorted({size for size in sizes if 0 < size <= config.max_rows})
+    return [Size(size) for size in sorted(set(sizes)) if 0 < size <= config.max_rows]
 
 
 @torch.inference_mode()
 def capture_bucket(
     node: NodeRuntime,
     declared: CudaGraphConfig,
-    size: int,
+    size: Size,
     builder: StepBuilder,
     config: EngineConfig,
     memory: GraphMemory,
@@ -90,14 +105,18 @@ def capture_bucket(
     Raises:
         CaptureError: the declaration is of a kind that cannot be captured here, or the node's hooks or forward failed.
     """
-    if not isinstance(declared, BatchedCudaGraphConfig):
+    if not isinstance(declared, BatchedCudaGraphConfig | PackedCudaGraphConfig):
         raise CaptureError(f"{node.name}: {type(declared).__name__} of walk {declared.walk!r} cannot be captured here")
     sink = config.capacity
-    num_tokens = size if _takes_tokens(node, declared, builder, sink) else 0
+    rows, num_tokens = size
+    q_len = 0
+    if num_tokens is None:
+        q_len = int(_takes_tokens(node, declared, builder, sink))
+        num_tokens = rows * q_len
     caches = [resource.streams.max_pages for resource in node.resources.values() if isinstance(resource, PagedKV)]
-    layout = node.layouts.layout(StepShape(size, num_tokens, max(caches, default=0)))
-    key = BucketKey(declared.walk, size, num_tokens, 1 if num_tokens else 0, declared.cg_key_info)
-    bucket = Bucket(key, layout, DeviceBlock(config.device), _static_inputs(declared, size, config.device))
+    layout = node.layouts.layout(StepShape(rows, num_tokens, max(caches, default=0)))
+    key = BucketKey(declared.walk, rows, num_tokens, q_len, declared.cg_key_info)
+    bucket = Bucket(key, layout, DeviceBlock(config.device), _static_inputs(declared, rows, config.device))
     nobody = Rows(np.empty(0, np.int64), np.empty(0, np.int32))
     step = node.submodule.declare_step(declared.walk, nobody, None)
     touched = [] if step is None else touched_resources(node, step, nobody)
@@ -105,12 +124,12 @@ def capture_bucket(
     try:
         views = slot.views(layout)
         fill_padding(layout, views, 0, 0)
-        views[fields.LAST][:] = np.arange(size)
+        views[fields.LAST][:] = np.arange(rows)
         for item in touched:
-            item.facts = item.resource.plan(item.step, item.context(views, layout.shape))
+            item.facts = item.resource.plan(item.step, item.context(views, layout.shape, captured=True))
         record_bucket(node, bucket, bucket.block.upload(slot, layout), touched, memory)
     except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        raise CaptureError(f"capture of {node.name} {declared.walk!r} at {size} rows failed: {error}") from error
+        raise CaptureError(f"capture of {node.name} {declared.walk!r} at {rows} rows failed: {error}") from error
     finally:
         node.staging.release(slot)
     return bucket

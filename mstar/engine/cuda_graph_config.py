@@ -31,8 +31,14 @@ class BatchedCudaGraphConfig(CudaGraphConfig):
     """Decode-like: every row has exactly one token. None for `capture_batch_sizes`: the deployment's list."""
 
 
+@dataclass(frozen=True, slots=True)
+class PackedCudaGraphConfig(CudaGraphConfig):
+    """Prefill-like: rows of any number of tokens, one after the other, captured at the deployment's numbers of tokens.
+    Steps with tensor inputs run eagerly."""
+
+
 class BucketKey(NamedTuple):
-    """Identity of one captured graph. `q_len` is the number of tokens per row (1 for decode)."""
+    """Identity of one captured graph. `q_len` is the number of tokens per row (1 for decode, 0: any number)."""
 
     walk: str
     bs: int

@@ -104,9 +104,15 @@ class GraphRunner:
     def __init__(self) -> None:
         self._sizes: dict[tuple[str, Hashable], list[int]] = {}
         self._buckets: dict[tuple[str, Hashable], list[Bucket]] = {}
+        self._packed: dict[tuple[str, Hashable], list[Bucket]] = {}
 
     def add(self, bucket: Bucket) -> None:
         kind = (bucket.key.walk, bucket.key.cg_key_info)
+        if bucket.key.num_tokens and not bucket.key.q_len:
+            packed = self._packed.setdefault(kind, [])
+            packed.append(bucket)
+            packed.sort(key=lambda each: (each.key.num_tokens, each.key.bs))
+            return
         sizes = self._sizes.setdefault(kind, [])
         at = bisect_left(sizes, bucket.key.bs)
         sizes.insert(at, bucket.key.bs)
@@ -121,6 +127,13 @@ class GraphRunner:
         at = bisect_left(sizes, num_rows)
         return self._buckets[kind][at] if at < len(sizes) else None
 
+    def lookup_packed(self, walk: str, cg_key_info: Hashable, num_rows: int, num_tokens: int) -> Bucket | None:
+        """The smallest bucket of packed rows that holds so many with so many tokens, or None."""
+        for bucket in self._packed.get((walk, cg_key_info), ()):
+            if bucket.key.num_tokens >= num_tokens and bucket.key.bs >= num_rows:
+                return bucket
+        return None
+
     @property
     def num_buckets(self) -> int:
-        return sum(map(len, self._buckets.values()))
+        return sum(map(len, (*self._buckets.values(), *self._packed.values())))

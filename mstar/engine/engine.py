@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine import resource_stages
-from mstar.engine.bucket_capture import Progress, capture_bucket, capture_buckets
+from mstar.engine.bucket_capture import Progress, Size, capture_bucket, capture_buckets
 from mstar.engine.cache_reuse import settle_cache_policies
 from mstar.engine.chunking import ChunkingPolicy
+from mstar.engine.cuda_graph_config import PackedCudaGraphConfig
 from mstar.engine.device_graph import GraphMemory
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.execution import AdmitOutcome, Portion, Step, StepPart, StepState
@@ -301,7 +302,8 @@ class Engine:
         """Run every declared walk once over a sink row, so that the first request finds loaded code and grown pools."""
         for node in self._nodes.values():
             for declared in node.submodule.get_cuda_graph_configs():
-                capture_bucket(node, declared, 1, self._builder, self._config, self._graph_memory)
+                if not isinstance(declared, PackedCudaGraphConfig):
+                    capture_bucket(node, declared, Size(1), self._builder, self._config, self._graph_memory)
 
     def _drop(self, step: Step) -> None:
         txn, step.txn = step.txn, None

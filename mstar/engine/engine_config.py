@@ -36,6 +36,11 @@ AUTO_DEVICE_CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8))
 of a forward one by one takes longer than most forwards."""
 
 
+AUTO_CAPTURE_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Of packed rows, on an accelerator: launching one by one takes longer than the forward up to here."""
+PACKED_ROWS = (4, 16, 64)
+"""Of a captured bucket of packed rows: padding rows have states and logits as others have."""
+
 ENCODER_CACHE_BYTES = 256 << 20
 """Of a cache of media features that the deployment gives no size."""
 
@@ -48,7 +53,7 @@ class EngineConfig:
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
     `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
     declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's sizes, see
-    `auto_capture_sizes`). `stored_signals[node]`: sampled-token signals that must become tensors of the store because
+    `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows. `stored_signals[node]`: sampled-token signals that must become tensors of the store because
     something other than the same node or the client receives them.
 
     `walk_inputs[node][walk]`: inputs that the walk's graph gives the node; nodes without an entry have no walks, so
@@ -79,6 +84,7 @@ class EngineConfig:
     resource_bytes: int | None = None
     backends: Mapping[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] | None = ()
+    capture_tokens: tuple[int, ...] = ()
     stored_signals: Mapping[str, frozenset[str]] = field(default_factory=dict)
     walk_inputs: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     prefix_cache: bool = True
@@ -101,3 +107,9 @@ def auto_capture_sizes(config: EngineConfig) -> tuple[int, ...]:
         return AUTO_CAPTURE_SIZES
     most = min(config.max_rows, AUTO_DEVICE_CAPTURE_SIZES[-1])
     return tuple(sorted({most, *(size for size in AUTO_DEVICE_CAPTURE_SIZES if size <= most)}))
+
+
+def packed_sizes(config: EngineConfig) -> list[tuple[int, int]]:
+    """(rows, tokens) of captured buckets of packed rows."""
+    rows = sorted({min(size, config.max_rows) for size in PACKED_ROWS})
+    return [(count, tokens) for tokens in config.capture_tokens for count in rows if count < tokens]

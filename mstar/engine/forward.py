@@ -108,7 +108,7 @@ def record_bucket(
     key = bucket.key
 
     def run() -> None:
-        tokens = _live(node, staged) if key.num_tokens else None
+        tokens = _static_tokens(node, bucket, staged)
         columns = _token_columns(node, staged) if key.num_tokens else {}
         last, iterations = staged[fields.LAST], staged[fields.ITERATIONS]
         inputs = EngineInputs(key.bs, tokens, last, bucket.inputs, {}, iterations, columns)
@@ -217,6 +217,18 @@ def _tokens(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], tok
         return _live(node, staged)
     ids = staged[fields.TOKEN_IDS]
     if node.sampler is None or not (token_ids == LIVE_TOKEN).any():
+        return ids
+    return torch.where(ids < 0, node.sampler.live.index_select(0, staged[fields.TOKEN_HANDLES]), ids)
+
+
+def _static_tokens(node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor]) -> Tensor | None:
+    """Of a bucket: the rows' live tokens or, where they are packed, whatever was staged."""
+    if not bucket.key.num_tokens:
+        return None
+    if bucket.key.q_len:
+        return _live(node, staged)
+    ids = staged[fields.TOKEN_IDS]
+    if node.sampler is None:
         return ids
     return torch.where(ids < 0, node.sampler.live.index_select(0, staged[fields.TOKEN_HANDLES]), ids)
 

@@ -40,11 +40,12 @@ def admit(plan: StepPlan, txn: Transaction) -> AdmitOutcome:
 
 def stage(plan: StepPlan, views: Mapping[str, np.ndarray], *, guard_device: bool) -> None:
     """Every resource plans into the slot's `views`. `guard_device`: one that reaches the device meanwhile fails."""
+    captured = plan.bucket is not None
     for item in plan.touched:
         guard = guard_device and not item.resource.force_double_buffer
         try:
             with NoDeviceCopies(item.resource.key) if guard else nullcontext():
-                item.facts = item.resource.plan(item.step, item.context(views, plan.shape))
+                item.facts = item.resource.plan(item.step, item.context(views, plan.shape, captured=captured))
         except Exception as error:
             raise ResourceFailed("plan", item, error) from error
 

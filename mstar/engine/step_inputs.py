@@ -45,6 +45,11 @@ class RowsInput:
             return False
         return len({row.shape for row in self.rows if isinstance(row, Tensor)}) == 1
 
+    @property
+    def is_live(self) -> bool:
+        """No row has a tensor: its value is the live column, or absent."""
+        return self.stacked is None and not self.listed and all(row is None for row in self.rows)
+
     def narrow(self, rows: slice) -> RowsInput:
         """The input of some of the rows, which may be uniform although all of them are not."""
         if self.stacked is not None:

@@ -35,6 +35,8 @@ def plan_step(node: NodeRuntime, plan: StepPlan, *, guard_device: bool) -> None:
     if len(plan.ranges) == 1 and (plan.token_ids is None or plan.live_only):
         bucket = node.graphs.lookup(plan.walk, plan.cg_key_info, num_rows)
         plan.bucket = bucket if bucket is not None and bucket.accepts(plan.found) else None
+    elif len(plan.ranges) == 1 and not plan.accumulating and all(value.is_live for value in plan.found.values()):
+        plan.bucket = node.graphs.lookup_packed(plan.walk, plan.cg_key_info, num_rows, plan.num_tokens)
     _stage(node, plan, guard_device)
     if plan.bucket is not None and not plan.bucket.replays(plan.touched):
         release_slot(node, plan)

@@ -24,6 +24,6 @@ class Touched:
     single: bool
     facts: Any = None
 
-    def context(self, staging: Mapping[str, np.ndarray], shape: StepShape) -> StepContext:
+    def context(self, staging: Mapping[str, np.ndarray], shape: StepShape, *, captured: bool = False) -> StepContext:
         """What the resource sees of the step."""
-        return StepContext(self.rows, self.num_tokens, self.single, staging, shape)
+        return StepContext(self.rows, self.num_tokens, self.single, staging, shape, captured)

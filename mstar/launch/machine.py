@@ -9,7 +9,7 @@ import torch
 from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.cuda_executor import CudaExecutor
-from mstar.engine.engine_config import EngineConfig
+from mstar.engine.engine_config import AUTO_CAPTURE_TOKENS, EngineConfig
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
 from mstar.platforms import current_platform
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
@@ -90,6 +90,7 @@ def engine_config(
         resource_bytes=_cache_bytes(config, (caches | states) - pages.keys() - slots.keys(), weight_bytes),
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),
+        capture_tokens=_capture_tokens(config),
         stored_signals=stored_signals,
         prefix_cache=config.prefix_cache.enabled,
         reuse_generated=config.prefix_cache.reuse_generated,
@@ -113,6 +114,14 @@ def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...] | None:
         return ()
     sizes = config.capture.batch_sizes
     return None if sizes == "auto" else tuple(sorted(sizes))
+
+
+def _capture_tokens(config: DeploymentConfig) -> tuple[int, ...]:
+    """Up to the longest step. On a CPU, where launching costs next to nothing, none."""
+    if not config.capture.enabled or torch_device(config).type == "cpu":
+        return ()
+    most = step_tokens(config)
+    return (*(tokens for tokens in AUTO_CAPTURE_TOKENS if tokens < most), most)
 
 
 def _cache_bytes(config: DeploymentConfig, caches: Set[str], weight_bytes: int) -> int:

@@ -58,7 +58,7 @@ def test_attention_is_the_references(name: str, heads: int, kv_heads: int, dim: 
     on_device = LayerPages(pages.k.to(device), pages.v.to(device))
     moved = [column.to(device) for column in columns]
     host = HostRows(table, kv_lens, starts, all(span == 1 for span in spans))
-    meta = AttentionMeta(*moved, torch.zeros(0, dtype=torch.int32, device=device), dim**-0.5, True, True, host)
+    meta = AttentionMeta(*moved, torch.zeros(0, dtype=torch.int32, device=device), dim**-0.5, True, True, host, False)
     moved_q = wide.to(device).view(sum(spans), -1, dim)[:, :heads]
     for _ in range(3):  # wrappers take turns
         out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16, device=device)
@@ -100,8 +100,8 @@ class Linear:
         need = LinearAttentionNeed("cuda", torch.bfloat16, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, KERNEL)
         backend = choose_linear_backend("delta", need, name)
         single = all(span == 1 for span in spans)
-        meta = LinearAttentionMeta(*columns, starts, single, np.array(spans, np.int32))
-        backend.mix(qkv, b, a, self.weights, self.states, KEY_HEADS, backend.begin(meta), out)
+        meta = backend.begin(LinearAttentionMeta(*columns, starts, single), x.shape[0])
+        backend.mix(qkv, b, a, self.weights, self.states, KEY_HEADS, meta, out)
         return out
 
 

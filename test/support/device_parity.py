@@ -36,7 +36,7 @@ def open_instance(model: str, directory: Path, device: str, dtype: str = "float3
     if model == "qwen3_5":
         sizes["resources"] = {**sizes["resources"], "state": {"num_slots": 200}}
     resources = {**sizes["resources"], **settings.pop("resources", {})}
-    scheduler = {"max_rows": 65, **settings.pop("scheduler", {})}
+    scheduler = {"max_rows": 65, "max_step_tokens": 512, **settings.pop("scheduler", {})}
     values = {"model": model, "checkpoint": str(directory), "device": device, "dtype": dtype, **sizes, **settings}
     config = config_from_mapping({**values, "resources": resources, "scheduler": scheduler}, "test")
     return LocalInstance(resolve_deployment(config, cache_dir=directory), calibrate=False)

@@ -28,6 +28,7 @@ class AttentionFacts(NamedTuple):
 
     causal: bool
     rows: HostRows
+    captured: bool
 
 
 class _Current:
@@ -102,7 +103,7 @@ class Attention(Resource[AttentionStep]):
         n, num_tokens = ctx.rows.handles.size, ctx.num_tokens
         key = self.kv.key
         table, lens = ctx.staging[key + ".block_table"][:n], ctx.staging[key + ".kv_lens"][:n]
-        facts = AttentionFacts(step.causal, HostRows(table, lens, starts[: n + 1], ctx.single))
+        facts = AttentionFacts(step.causal, HostRows(table, lens, starts[: n + 1], ctx.single), ctx.captured)
         if ctx.single and starts.size == num_tokens + 1:
             starts[:] = self._count_up(starts.size)
             return facts
@@ -119,12 +120,12 @@ class Attention(Resource[AttentionStep]):
         return self._numbers[:size]
 
     def capturable(self, plan: AttentionFacts, captured: AttentionFacts) -> bool:
-        return self.backend.caps().capturable and plan.causal == captured.causal and plan.rows.single
+        return self.backend.caps().capturable and plan.causal == captured.causal
 
     def narrow(self, plan: AttentionFacts, begin: int, end: int) -> AttentionFacts:
         table, lens, starts, single = plan.rows
         own = starts[begin : end + 1] - starts[begin]
-        return AttentionFacts(plan.causal, HostRows(table[begin:end], lens[begin:end], own, single))
+        return plan._replace(rows=HostRows(table[begin:end], lens[begin:end], own, single))
 
     def layer(self, index: int) -> LayerAttention:
         return LayerAttention(self.backend, self.kv.layer(index), self._num_heads, self._current)
@@ -143,5 +144,6 @@ class Attention(Resource[AttentionStep]):
             plan.causal,
             self.kv.writing,
             plan.rows,
+            plan.captured,
         )
         self.backend.plan(self._current.meta)

@@ -42,13 +42,14 @@ class OpenConfig(NamedTuple):
 class StepContext(NamedTuple):
     """What every resource sees of a step: the node's own rows (or the declared ones), how many tokens they have and
     whether each has exactly one (`single`); and, from `plan` on, where its staging fields are (numpy views of the
-    staging slot, by field name) and their padded shape."""
+    staging slot, by field name) and their padded shape. `captured`: the step is a replay, or what is being captured."""
 
     rows: Rows
     num_tokens: int
     single: bool
     staging: Mapping[str, np.ndarray]
     shape: StepShape
+    captured: bool = False
 
 
 Work = Callable[[], None]

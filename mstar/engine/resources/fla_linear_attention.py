@@ -35,10 +35,12 @@ TAPS = 4
 
 
 class _Prompts(NamedTuple):
-    """A step as the kernels want it: `slots` [rows]; `starts` [rows + 1]; `chunks` [chunks, 2] (row, chunk of the row);
-    `chunk_starts` [rows + 1]; all int64. `begins` bool [rows, 1, 1, 1]."""
+    """A step as the kernels want it, with a row of no tokens behind the others: `slots` [rows]; `starts` [rows + 1];
+    `chunks` [chunks, 2] (row, chunk of the row); `chunk_starts` [rows + 1]; all int64. `has_state` int32 [rows];
+    `begins` bool [rows, 1, 1, 1]."""
 
     slots: Tensor
+    has_state: Tensor
     begins: Tensor
     starts: Tensor
     chunks: Tensor
@@ -74,8 +76,8 @@ class FlaLinearAttention:
             return "flash-linear-attention is not installed (the extra `cuda`)"
         return None
 
-    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
-        return meta if meta.single else meta._replace(derived=_prompts(meta))
+    def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
+        return meta if meta.single else meta._replace(derived=_prompts(meta, num_tokens))
 
     def mix(
         self,
@@ -95,7 +97,7 @@ class FlaLinearAttention:
         assert isinstance(prompts, _Prompts), "a step begins before its layers mix"
         slots, rows = prompts.slots, {"cu_seqlens": prompts.starts, "chunk_indices": prompts.chunks}
         inputs = kernels.prepare(
-            qkv, b, a, *weights, states.conv, slots, meta.has_state, prompts.starts, prompts.chunks, key_heads
+            qkv, b, a, *weights, states.conv, slots, prompts.has_state, prompts.starts, prompts.chunks, key_heads
         )
         decay = inputs.log2_decay
         state = states.delta.index_select(0, slots).masked_fill_(prompts.begins, 0)
@@ -116,15 +118,21 @@ class FlaLinearAttention:
         out.copy_(result.view(out.shape))
 
 
-def _prompts(meta: LinearAttentionMeta) -> _Prompts:
-    starts = meta.q_starts.long()
+def _prompts(meta: LinearAttentionMeta, num_tokens: int) -> _Prompts:
+    """Of shapes that depend on those of the step alone: there are as many chunks as rows and tokens can have, and those
+    that no row has belong to one of no tokens."""
+    num_rows = meta.slots.shape[0]
+    starts = functional.pad(meta.q_starts.long(), (0, 1))
+    starts[-1] = starts[-2]
+    has_state = functional.pad(meta.has_state, (0, 1))
     counts = (starts.diff() + CHUNK - 1).div(CHUNK, rounding_mode="floor")
     chunk_starts = functional.pad(counts.cumsum(0), (1, 0))
-    chunk = torch.arange(int((-(-meta.spans // CHUNK)).sum()), device=starts.device)
-    row = torch.searchsorted(chunk_starts, chunk, right=True) - 1
+    chunk = torch.arange(num_tokens // CHUNK + num_rows, device=starts.device)
+    row = (torch.searchsorted(chunk_starts, chunk, right=True) - 1).clamp_(max=num_rows)
     return _Prompts(
-        slots=meta.slots.long().clamp_(min=SINK_SLOT),
-        begins=(meta.has_state == 0)[:, None, None, None],
+        slots=functional.pad(meta.slots.long(), (0, 1)).clamp_(min=SINK_SLOT),
+        has_state=has_state,
+        begins=(has_state == 0)[:, None, None, None],
         starts=starts,
         chunks=torch.stack([row, chunk - chunk_starts[row]], 1),
         chunk_starts=chunk_starts,

@@ -1,5 +1,5 @@
 """`FlashInferAttention`: steps with prompts by FlashInfer's paged prefill kernels, planned on the host from host
-integers; steps of single tokens by the operations of `mstar.kernels.ops`, which need no plan and so can be captured.
+integers; steps of single tokens, and captured ones, by the operations of `mstar.kernels.ops`, which need no plan.
 
 Executor. Must not wait for the device, nor read a step's rows from it.
 """
@@ -77,7 +77,7 @@ class _Bound(FlashInferAttention):
         self._wrappers: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)]
 
     def plan(self, meta: AttentionMeta) -> None:
-        if meta.host.single:
+        if meta.captured or meta.host.single:
             return
         self._wrappers.reverse()
         need = self._need
@@ -98,7 +98,7 @@ class _Bound(FlashInferAttention):
         )
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
-        if meta.host.single:
+        if meta.captured or meta.host.single:
             attend_by_ops(q, pages, meta, out)
         else:
             self._wrappers[0].run(q, (pages.k, pages.v), out=out)

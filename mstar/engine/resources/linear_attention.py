@@ -31,10 +31,9 @@ CONV, DELTA = "conv", "delta"
 
 
 class LinearAttentionFacts(NamedTuple):
-    """Of one step: whether each row has one token; tokens of the rows, int32."""
+    """Of one step: whether each row has one token."""
 
     single: bool
-    spans: np.ndarray
 
 
 class _Current:
@@ -47,22 +46,32 @@ class _Current:
 
 
 class LayerLinearAttention:
-    """Handle of one layer."""
+    """Handle of one layer. `begins`: it is the first of a forward, and derives what all need of the step: in the
+    forward, so that a captured one does it anew in every replay."""
 
-    __slots__ = ("_backend", "_current", "_num_key_heads", "_states", "_width")
+    __slots__ = ("_backend", "_begins", "_current", "_num_key_heads", "_states", "_width")
 
     def __init__(
-        self, backend: LinearAttentionBackend, states: LayerStates, spec: LinearAttentionSpec, current: _Current
+        self,
+        backend: LinearAttentionBackend,
+        states: LayerStates,
+        spec: LinearAttentionSpec,
+        current: _Current,
+        *,
+        begins: bool,
     ) -> None:
         self._backend = backend
         self._states = states
         self._num_key_heads = spec.num_key_heads
         self._width = spec.num_value_heads * spec.value_dim
         self._current = current
+        self._begins = begins
 
     def mix(self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, out: Tensor | None = None) -> Tensor:
         meta = self._current.meta
         assert meta is not None, "linear attention outside a step"
+        if self._begins:
+            meta = self._current.meta = self._backend.begin(meta, qkv.shape[0])
         if out is None:
             out = torch.empty((qkv.shape[0], self._width), dtype=qkv.dtype, device=qkv.device)
         self._backend.mix(qkv, b, a, weights, self._states, self._num_key_heads, meta, out)
@@ -113,27 +122,24 @@ class LinearAttention(Resource[LinearAttentionStep]):
         # A padding row has one token, as far as there are padding tokens.
         num_padding = starts.size - num_rows - 1
         starts[num_rows + 1 :] = np.minimum(num_tokens + 1 + np.arange(num_padding), ctx.shape.tokens)
-        return LinearAttentionFacts(ctx.single, ctx.rows.spans)
+        return LinearAttentionFacts(ctx.shape.rows == ctx.shape.tokens if ctx.captured else ctx.single)
 
     def capturable(self, plan: LinearAttentionFacts, captured: LinearAttentionFacts) -> bool:
-        return self.backend.capturable and plan.single
-
-    def narrow(self, plan: LinearAttentionFacts, begin: int, end: int) -> LinearAttentionFacts:
-        return plan._replace(spans=plan.spans[begin:end])
+        return self.backend.capturable and plan == captured
 
     def layer(self, index: int) -> LayerLinearAttention:
         blocks = self.pool.layer(index).blocks
-        return LayerLinearAttention(self.backend, LayerStates(blocks[CONV], blocks[DELTA]), self.spec, self._current)
+        states = LayerStates(blocks[CONV], blocks[DELTA])
+        return LayerLinearAttention(self.backend, states, self.spec, self._current, begins=index == 0)
 
     def staging_fields(self) -> Sequence[StagingField]:
         return (StagingField(self._q_starts, "int32", "border"),)
 
     def begin_forward(self, plan: LinearAttentionFacts, staging: Mapping[str, Tensor]) -> None:
         key = self.pool.key
-        meta = LinearAttentionMeta(
-            staging[key + ".slots"], staging[key + ".has_state"], staging[self._q_starts], plan.single, plan.spans
+        self._current.meta = LinearAttentionMeta(
+            staging[key + ".slots"], staging[key + ".has_state"], staging[self._q_starts], plan.single
         )
-        self._current.meta = self.backend.begin(meta)
 
 
 def _check_blocks(spec: LinearAttentionSpec, pool: RecurrentStatePool) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,15 +32,13 @@ class LinearAttentionNeed:
 
 
 class LinearAttentionMeta(NamedTuple):
-    """A step's rows as the device sees them: `slots` and `has_state` int32 [rows], `q_starts` int32 [rows + 1]. What
-    the host knows of the real ones: `single`: each has one token; `spans` int32 [rows]: their tokens. `derived`: the
-    backend's own, from `begin`."""
+    """A step's rows as the device sees them: `slots` and `has_state` int32 [rows], `q_starts` int32 [rows + 1].
+    `single`: each has one token. `derived`: the backend's own, from `begin`."""
 
     slots: Tensor
     has_state: Tensor
     q_starts: Tensor
     single: bool
-    spans: np.ndarray
     derived: object = None
 
 
@@ -64,8 +61,8 @@ class LinearAttentionBackend(Protocol):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
-    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
-        """Once per step before the first layer, on the executor: what `mix` gets as `meta`."""
+    def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
+        """Once per forward before the first layer mixes `num_tokens`: what `mix` gets as `meta`."""
         ...
 
     def mix(
@@ -94,7 +91,7 @@ class TorchReference:
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         return None
 
-    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
+    def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         return meta
 
     def mix(
@@ -136,7 +133,7 @@ class GatedDeltaKernels:
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
         return why_elsewhere(self._device_type, need.device_type)
 
-    def begin(self, meta: LinearAttentionMeta) -> LinearAttentionMeta:
+    def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         return meta
 
     def mix(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mstar.engine.chunking import ChunkingPolicy
-from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig
+from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig, PackedCudaGraphConfig
 from mstar.engine.step import AttentionStep, KVStep, PositionStep, Rows, SamplerStep, SubmoduleStep
 from mstar.engine.submodule import (
     LIVE_TOKEN,
@@ -71,7 +71,7 @@ class LlamaSubmodule(NodeSubmodule):
         return ChunkingPolicy(chunked=True, keep_final_chunk_samples=True, reuse_prefix=True, recomputable=True)
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
-        return (BatchedCudaGraphConfig("decode"),)
+        return (BatchedCudaGraphConfig("decode"), PackedCudaGraphConfig("prefill"))
 
 
 def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:

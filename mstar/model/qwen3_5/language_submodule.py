@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.chunking import ChunkingPolicy
-from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig
+from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig, PackedCudaGraphConfig
 from mstar.engine.step import (
     AttentionStep,
     KVStep,
@@ -108,7 +108,7 @@ class LanguageSubmodule(NodeSubmodule):
         )
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
-        return (BatchedCudaGraphConfig("decode"),)
+        return (BatchedCudaGraphConfig("decode"), PackedCudaGraphConfig("prefill"))
 
 
 def features_of(prompt: np.ndarray, media: MediaTokens) -> np.ndarray:

@@ -24,16 +24,19 @@ def test_chunks_of_rows():
     spans = [130, 1, 64, 2]
     starts = torch.tensor([0, *spans]).cumsum(0).int()
     columns = (torch.tensor([4, 2, -1, 1], dtype=torch.int32), torch.tensor([0, 1, 0, 1], dtype=torch.int32))
-    meta = LinearAttentionMeta(*columns, starts, False, np.array(spans, np.int32))
-    prompts = FlaLinearAttention().begin(meta).derived
+    meta = LinearAttentionMeta(*columns, starts, single=False)
+    prompts = FlaLinearAttention().begin(meta, sum(spans)).derived
     assert isinstance(prompts, _Prompts)
-    assert prompts.chunks.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [3, 0]]
-    assert prompts.starts.tolist() == starts.tolist() and prompts.starts.dtype is torch.int64
-    assert prompts.slots.tolist() == [4, 2, 0, 1]  # a row without a slot has the sink
-    assert prompts.begins.flatten().tolist() == [True, False, True, False]
-    assert prompts.chunk_starts.tolist() == [0, 3, 4, 5, 6]
+    of_rows, of_nobody = prompts.chunks.tolist()[:6], prompts.chunks[6:]
+    assert of_rows == [[0, 0], [0, 1], [0, 2], [1, 0], [2, 0], [3, 0]]
+    assert of_nobody.shape == (1, 2) and of_nobody[:, 0].tolist() == [4]  # 197 tokens of 4 rows: 7 chunks at most
+    assert prompts.starts.tolist() == [*starts.tolist(), 197] and prompts.starts.dtype is torch.int64
+    assert prompts.slots.tolist() == [4, 2, 0, 1, 0]  # a row without a slot has the sink, as has nobody's
+    assert prompts.begins.flatten().tolist() == [True, False, True, False, True]
+    assert prompts.has_state.tolist() == [0, 1, 0, 1, 0]
+    assert prompts.chunk_starts.tolist() == [0, 3, 4, 5, 6, 6]
     single = meta._replace(single=True)
-    assert FlaLinearAttention().begin(single) is single
+    assert FlaLinearAttention().begin(single, 4) is single
 
 
 def test_what_the_libraries_cannot_serve_is_said():

@@ -229,4 +229,4 @@ def test_decode_may_share_a_step_with_prefill(node):
     assert policy is not None and policy.batch_with == ("prefill",) and not policy.chunked
     policy = node.get_chunking_policy("prefill")
     assert policy is not None and policy.chunked and policy.reuse_prefix and policy.recomputable
-    assert [config.walk for config in node.get_cuda_graph_configs()] == ["decode"]
+    assert [config.walk for config in node.get_cuda_graph_configs()] == ["decode", "prefill"]

@@ -101,6 +101,7 @@ TUNINGS = {
     "overlap, inline": Tuning(),
     "overlap, threaded, captured": Tuning(threaded=True, capture_sizes=(1, 3, 6)),
     "overlap, late, captured": Tuning(late=True, capture_sizes=(1, 3, 6)),
+    "prompts captured": Tuning(capture_sizes=(1, 3, 6), engine={"capture_tokens": (24, 60, 256)}),
     "three rows at once": Tuning(threaded=True, max_rows=3),
     "small steps": Tuning(threaded=True, max_step_tokens=8),
     "few pages": Tuning(threaded=True, num_pages={"kv": 3}),

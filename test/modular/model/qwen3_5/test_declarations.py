@@ -335,7 +335,7 @@ def test_chunks_end_where_the_delta_rule_has_its_blocks():
     decode = node.get_chunking_policy("decode")
     assert decode is not None
     assert decode.batch_with == ("prefill",)
-    assert [config.walk for config in node.get_cuda_graph_configs()] == ["decode"]
+    assert [config.walk for config in node.get_cuda_graph_configs()] == ["decode", "prefill"]
 
 
 def _inputs(tensors=None, ragged=None) -> EngineInputs:
