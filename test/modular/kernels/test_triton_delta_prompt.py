@@ -55,7 +55,7 @@ def test_chunks_are_prepared_and_inputs_remembered(key_heads: int, heads: int, d
         check(got.log2_decay[0, own], torch.cat([part.cumsum(0) for part in decay.split(CHUNK)]), 1e-4)
         assert torch.equal(on_device[slot].cpu().double(), window[-PAST:])
     assert on_device[4].isnan().all()
-    assert DEVICE == got.q.device
+    assert got.q.device == DEVICE
 
 
 def check(got: Tensor, expected: Tensor, eps: float) -> None:
