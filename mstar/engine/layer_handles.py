@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor, nn
 
+from mstar.kernels.fused_norms import GatedNorm, HeadNorms
+
 
 class RotaryHandle(Protocol):
     """Rotary tables and the positions of this step's tokens."""
@@ -29,9 +31,12 @@ class RotaryHandle(Protocol):
 class AttentionHandle(Protocol):
     """One layer of attention over a paged cache (`AttentionSpec.kv_key`)."""
 
-    def attend(self, qkv: Tensor, rotary: RotaryHandle | None, out: Tensor | None = None) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rotary: RotaryHandle | None, out: Tensor | None = None, norms: HeadNorms | None = None
+    ) -> Tensor:
         """Rotate queries and keys of `qkv [tokens, (heads + 2 kv_heads) * head_dim]` (in place; not at all without
-        `rotary`), write keys and values into the cache unless the step only reads it, and attend.
+        `rotary`; before that `norms` are done to them), write keys and values into the cache unless the step only
+        reads it, and attend.
 
         Returns `[tokens, heads * head_dim]` in the dtype of `qkv`.
         """
@@ -50,10 +55,19 @@ class GatedDeltaWeights(NamedTuple):
 class LinearAttentionHandle(Protocol):
     """One layer of gated delta rule over the rows' states (`LinearAttentionSpec`)."""
 
-    def mix(self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, out: Tensor | None = None) -> Tensor:
+    def mix(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        out: Tensor | None = None,
+        norm: GatedNorm | None = None,
+    ) -> Tensor:
         """Convolve `qkv [tokens, channels]` (may be overwritten; queries, keys and values side by side), apply silu,
         and run the gated delta rule with `beta = sigmoid(b)`, `log decay = -exp(a_log) · softplus(a + dt_bias)`; `b`,
         `a` `[tokens, num_value_heads]`. All three may be columns of one wider tensor. The states go on by the step.
+        `norm` is done to the result on the way.
 
         Returns `[tokens, num_value_heads * value_dim]` in the dtype of `qkv`.
         """

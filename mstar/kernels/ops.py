@@ -17,6 +17,7 @@ Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view
     embedding(ids, table, out=None)                                     table: Tensor or PackedLinear (tied weights)
     rms_norm(x, weight, eps, out=None, zero_centered=False)             any leading shape; out may be x
     fused_add_rms_norm(x, residual, weight, eps, zero_centered=False)   residual += x; x = rms_norm(residual); in place
+    norm_heads(qkv, norms, num_q_heads, num_kv_heads, head_dim)         in place, queries and keys
     rope(qkv, positions, cos, sin, num_heads, head_dim, axes=None)      in place, first num_heads heads
     write_kv(k, v, k_pages, v_pages, slots)
     rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes=None, norms=None)
@@ -73,6 +74,7 @@ __all__ = [
     "embedding",
     "rms_norm",
     "fused_add_rms_norm",
+    "norm_heads",
     "rope",
     "write_kv",
     "rope_write_kv",
@@ -155,6 +157,15 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, 
     return x.copy_(reference.rms_norm(residual, weight, eps, zero_centered))
 
 
+def norm_heads(qkv: Tensor, norms: HeadNorms, num_q_heads: int, num_kv_heads: int, head_dim: int) -> Tensor:
+    """`rms_norm` of each query and key head of ``qkv [tokens, (q + 2 kv) * head_dim]``, in place."""
+    heads = qkv.unflatten(1, (-1, head_dim))
+    queries, keys = heads[:, :num_q_heads], heads[:, num_q_heads : num_q_heads + num_kv_heads]
+    rms_norm(queries, norms.q_weight, norms.eps, out=queries, zero_centered=norms.zero_centered)
+    rms_norm(keys, norms.k_weight, norms.eps, out=keys, zero_centered=norms.zero_centered)
+    return qkv
+
+
 def rope(
     qkv: Tensor,
     positions: Tensor,
@@ -207,12 +218,7 @@ def rope_write_kv(
         if result is not NotImplemented:
             return result
     if norms is not None:
-        q_and_k = qkv.unflatten(1, (-1, k_pages.shape[3]))[:, : num_q_heads + k_pages.shape[2]]
-        for heads, weight in (
-            (q_and_k[:, :num_q_heads], norms.q_weight),
-            (q_and_k[:, num_q_heads:], norms.k_weight),
-        ):
-            rms_norm(heads, weight, norms.eps, out=heads, zero_centered=norms.zero_centered)
+        norm_heads(qkv, norms, num_q_heads, *k_pages.shape[2:])
     if (native := kernels_for(qkv)) is not None:
         result = native.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes)
         if result is not NotImplemented:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mstar.kernels.fused_norms import HeadNorms
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
     """``x / sqrt(mean(x²) + eps)`` over the last dimension, scaled by ``weight`` or, zero-centred, by ``1 + weight``.
@@ -116,6 +118,16 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up`` ``[tokens, 2 * width]`` holding the gate in its first half."""
     gate, up = gate_up.float().chunk(2, -1)
     return (functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def norm_heads(qkv: Tensor, norms: HeadNorms, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """`rms_norm` of each query and key head of ``qkv`` ``[tokens, (q + 2 kv) * head_dim]``, in place."""
+    heads = qkv.unflatten(1, (-1, head_dim))
+    for part, weight in (
+        (heads[:, :num_q_heads], norms.q_weight),
+        (heads[:, num_q_heads : num_q_heads + num_kv_heads], norms.k_weight),
+    ):
+        part.copy_(rms_norm(part, weight, norms.eps, norms.zero_centered))
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

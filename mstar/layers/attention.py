@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.engine.layer_handles import AttentionHandle, FindLayer, RotaryHandle
+from mstar.kernels.fused_norms import HeadNorms
 from mstar.layers.linear import Linear
 
 
@@ -31,9 +32,9 @@ class PagedAttention(nn.Module):
         self._attention = find(self.attn_key, self.layer_index)
         self._rotary = None if self.pos_key is None else find(self.pos_key, self.layer_index)
 
-    def forward(self, qkv: Tensor) -> Tensor:
+    def forward(self, qkv: Tensor, norms: HeadNorms | None = None) -> Tensor:
         """`[tokens, (heads + 2 kv_heads) * head_dim]` (overwritten) → `[tokens, heads * head_dim]`."""
-        return self._attention.attend(qkv, self._rotary)
+        return self._attention.attend(qkv, self._rotary, norms=norms)
 
 
 class SelfAttention(nn.Module):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import HeadNorms
 from mstar.layers.attention import PagedAttention
 from mstar.layers.linear import Linear
 from mstar.layers.norm import RMSNorm
@@ -45,7 +46,5 @@ class GatedAttention(nn.Module):
         """`[tokens, hidden]` → `[tokens, hidden]`."""
         wide = self.qkv_gate_proj(x)
         qkv, gate = wide[:, : self.qkv_width], wide[:, self.qkv_width :]
-        heads = qkv.unflatten(1, (-1, self.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
-        self.q_norm.norm_in_place(heads[:, : self.num_heads])
-        self.k_norm.norm_in_place(heads[:, self.num_heads : self.num_heads + self.num_kv_heads])
-        return self.o_proj(ops.sigmoid_mul(self.attend(qkv), gate))
+        norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, zero_centered=True)
+        return self.o_proj(ops.sigmoid_mul(self.attend(qkv, norms), gate))

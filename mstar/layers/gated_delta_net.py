@@ -63,7 +63,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden]` → `[tokens, hidden]`."""
         qkv, gate, b, a = self.in_proj(x).split(self.widths, 1)
-        return self.out_proj(self.norm(self._delta.mix(qkv, b, a, self.weights), gate))
+        return self.out_proj(self._delta.mix(qkv, b, a, self.weights, norm=self.norm.by(gate)))
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import GatedNorm
 
 
 class RMSNorm(nn.Module):
@@ -48,3 +49,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """`x [tokens, heads * width]` (overwritten and returned), `gate` of the same shape."""
         return ops.gated_rms_norm(x, gate, self.weight, self.eps, out=x)
+
+    def by(self, gate: Tensor) -> GatedNorm:
+        """The same as an argument of what makes `x`."""
+        return GatedNorm(gate, self.weight, self.eps)

@@ -9,6 +9,7 @@ from torch import Tensor
 from mstar.engine.layer_handles import GatedDeltaWeights
 from mstar.engine.spec import LinearAttentionSpec, NodeResourceSpec, RecurrentStateSpec
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import GatedNorm
 
 SLOT = 2
 
@@ -38,7 +39,15 @@ class _Delta:
     def __init__(self, owner: HybridResources, index: int) -> None:
         self.owner, self.index = owner, index
 
-    def mix(self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, out: Tensor | None = None) -> Tensor:
+    def mix(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        out: Tensor | None = None,
+        norm: GatedNorm | None = None,
+    ) -> Tensor:
         o = self.owner
         return ops.gated_delta(
             qkv,
@@ -54,4 +63,5 @@ class _Delta:
             o.q_starts,
             o.linear.num_key_heads,
             out,
+            norm=norm,
         )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from mstar.engine.spec import AttentionSpec, NodeResourceSpec, PagedKVSpec
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import HeadNorms
 
 
 class SoloResources:
@@ -63,11 +64,15 @@ class _Attention:
     def __init__(self, owner: SoloResources, index: int) -> None:
         self.owner, self.index = owner, index
 
-    def attend(self, qkv: Tensor, rotary: _Rotary | None, out: Tensor | None = None) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rotary: _Rotary | None, out: Tensor | None = None, norms: HeadNorms | None = None
+    ) -> Tensor:
         o = self.owner
         k_pages, v_pages = o.k[self.index], o.v[self.index]
         num_kv_heads, head_dim = k_pages.shape[2:]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
+        if norms is not None:
+            ops.norm_heads(qkv, norms, o.num_heads, num_kv_heads, head_dim)
         if rotary is not None:
             ops.rope(qkv, o.positions, rotary.cos, rotary.sin, o.num_heads + num_kv_heads, head_dim)
         ops.write_kv(heads[:, o.num_heads : -num_kv_heads], heads[:, -num_kv_heads:], k_pages, v_pages, o.slots)

@@ -21,6 +21,7 @@ from mstar.engine.spec import AttentionSpec
 from mstar.engine.staging import StagingField
 from mstar.engine.step import AttentionStep
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import HeadNorms
 
 
 class AttentionFacts(NamedTuple):
@@ -52,14 +53,19 @@ class LayerAttention:
         self._head_dim = pages.k.shape[3]
         self._current = current
 
-    def attend(self, qkv: Tensor, rotary: RotaryHandle | None, out: Tensor | None = None) -> Tensor:
+    def attend(
+        self, qkv: Tensor, rotary: RotaryHandle | None, out: Tensor | None = None, norms: HeadNorms | None = None
+    ) -> Tensor:
         meta = self._current.meta
         assert meta is not None, "attention outside a step"
         num_heads, head_dim = self._num_heads, self._head_dim
         if meta.write:
-            self._backend.write_kv(qkv, num_heads, self._pages, rotary, meta)
-        elif rotary is not None:
-            self._rotate_queries(qkv, rotary)
+            self._backend.write_kv(qkv, num_heads, self._pages, rotary, meta, norms)
+        else:
+            if norms is not None:
+                ops.norm_heads(qkv, norms, num_heads, self._pages.k.shape[2], head_dim)
+            if rotary is not None:
+                self._rotate_queries(qkv, rotary)
         if out is None:
             out = torch.empty((qkv.shape[0], num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
         q = qkv.view(qkv.shape[0], -1, head_dim)[:, :num_heads]

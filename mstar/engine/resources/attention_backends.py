@@ -16,6 +16,7 @@ from torch import Tensor
 from mstar.engine.layer_handles import RotaryHandle
 from mstar.engine.resources.paged_kv import LayerPages
 from mstar.kernels import ops, reference
+from mstar.kernels.fused_norms import HeadNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,16 @@ class AttentionBackend(Protocol):
         ...
 
     def write_kv(
-        self, qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        pages: LayerPages,
+        rotary: RotaryHandle | None,
+        meta: AttentionMeta,
+        norms: HeadNorms | None = None,
     ) -> None:
-        """Rotate queries and keys in place (unless `rotary` is None) and store keys and values at `meta.slots`."""
+        """Do `norms` to queries and keys and rotate them, in place (what is None is left out), and store keys and
+        values at `meta.slots`."""
         ...
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
@@ -113,9 +121,17 @@ class TorchReference:
         """Nothing to prepare."""
 
     def write_kv(
-        self, qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        pages: LayerPages,
+        rotary: RotaryHandle | None,
+        meta: AttentionMeta,
+        norms: HeadNorms | None = None,
     ) -> None:
         num_kv_heads, head_dim = pages.k.shape[2:]
+        if norms is not None:
+            reference.norm_heads(qkv, norms, num_heads, num_kv_heads, head_dim)
         if rotary is not None:
             num_rotated = num_heads + num_kv_heads
             reference.rope(qkv, rotary.positions, rotary.cos, rotary.sin, num_rotated, head_dim, rotary.axes)
@@ -149,9 +165,15 @@ class PagedKernels:
         """Nothing to prepare."""
 
     def write_kv(
-        self, qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        pages: LayerPages,
+        rotary: RotaryHandle | None,
+        meta: AttentionMeta,
+        norms: HeadNorms | None = None,
     ) -> None:
-        write_by_ops(qkv, num_heads, pages, rotary, meta)
+        write_by_ops(qkv, num_heads, pages, rotary, meta, norms)
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
         attend_by_ops(q, pages, meta, out)
@@ -166,14 +188,21 @@ def why_elsewhere(device_type: str, needed: str) -> str | None:
 
 
 def write_by_ops(
-    qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
+    qkv: Tensor,
+    num_heads: int,
+    pages: LayerPages,
+    rotary: RotaryHandle | None,
+    meta: AttentionMeta,
+    norms: HeadNorms | None = None,
 ) -> None:
     """`AttentionBackend.write_kv` by the operations of `mstar.kernels.ops`."""
     if rotary is not None:
         ops.rope_write_kv(
-            qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes
+            qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes, norms
         )
         return
+    if norms is not None:
+        ops.norm_heads(qkv, norms, num_heads, *pages.k.shape[2:])
     k, v = _keys_and_values(qkv, *pages.k.shape[2:])
     ops.write_kv(k, v, pages.k, pages.v, meta.slots)
 

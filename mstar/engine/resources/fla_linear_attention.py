@@ -27,6 +27,8 @@ from mstar.engine.resources.linear_attention_backends import (
     mix_by_ops,
 )
 from mstar.engine.resources.state_slots import SINK_SLOT
+from mstar.kernels import ops
+from mstar.kernels.fused_norms import GatedNorm
 
 CHUNK = 64
 """Tokens that the kernels take together."""
@@ -89,9 +91,10 @@ class FlaLinearAttention:
         key_heads: int,
         meta: LinearAttentionMeta,
         out: Tensor,
+        norm: GatedNorm | None = None,
     ) -> None:
         if meta.single:
-            mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out)
+            mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out, norm)
             return
         kernels, prompts = _kernels(), meta.derived
         assert isinstance(prompts, _Prompts), "a step begins before its layers mix"
@@ -115,7 +118,11 @@ class FlaLinearAttention:
         states.delta.index_copy_(0, slots, state)
         scale = states.delta.shape[2] ** -0.5
         result = kernels.results(q=inputs.q, k=inputs.k, v=added, h=history, g=decay, scale=scale, **rows)
-        out.copy_(result.view(out.shape))
+        result = result.view(out.shape)
+        if norm is None:
+            out.copy_(result)
+        else:
+            ops.gated_rms_norm(result, *norm, out=out)
 
 
 def _prompts(meta: LinearAttentionMeta, num_tokens: int) -> _Prompts:

@@ -25,6 +25,7 @@ from mstar.engine.resources.attention_backends import (
     write_by_ops,
 )
 from mstar.engine.resources.paged_kv import LayerPages
+from mstar.kernels.fused_norms import HeadNorms
 
 HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20
@@ -56,9 +57,15 @@ class FlashInferAttention:
         raise RuntimeError("a backend is bound to a resource before it plans")
 
     def write_kv(
-        self, qkv: Tensor, num_heads: int, pages: LayerPages, rotary: RotaryHandle | None, meta: AttentionMeta
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        pages: LayerPages,
+        rotary: RotaryHandle | None,
+        meta: AttentionMeta,
+        norms: HeadNorms | None = None,
     ) -> None:
-        write_by_ops(qkv, num_heads, pages, rotary, meta)
+        write_by_ops(qkv, num_heads, pages, rotary, meta, norms)
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
         raise RuntimeError("a backend is bound to a resource before it attends")

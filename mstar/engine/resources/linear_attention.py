@@ -25,6 +25,7 @@ from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool
 from mstar.engine.spec import LinearAttentionSpec, StateBlock
 from mstar.engine.staging import StagingField
 from mstar.engine.step import LinearAttentionStep
+from mstar.kernels.fused_norms import GatedNorm
 
 CONV, DELTA = "conv", "delta"
 """Names of the state blocks."""
@@ -67,14 +68,22 @@ class LayerLinearAttention:
         self._current = current
         self._begins = begins
 
-    def mix(self, qkv: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, out: Tensor | None = None) -> Tensor:
+    def mix(
+        self,
+        qkv: Tensor,
+        b: Tensor,
+        a: Tensor,
+        weights: GatedDeltaWeights,
+        out: Tensor | None = None,
+        norm: GatedNorm | None = None,
+    ) -> Tensor:
         meta = self._current.meta
         assert meta is not None, "linear attention outside a step"
         if self._begins:
             meta = self._current.meta = self._backend.begin(meta, qkv.shape[0])
         if out is None:
             out = torch.empty((qkv.shape[0], self._width), dtype=qkv.dtype, device=qkv.device)
-        self._backend.mix(qkv, b, a, weights, self._states, self._num_key_heads, meta, out)
+        self._backend.mix(qkv, b, a, weights, self._states, self._num_key_heads, meta, out, norm)
         return out
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mstar.engine.layer_handles import GatedDeltaWeights
 from mstar.engine.resources.attention_backends import why_elsewhere
-from mstar.kernels import ops, reference_gated_delta
+from mstar.kernels import ops, reference, reference_gated_delta
+from mstar.kernels.fused_norms import GatedNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class LinearAttentionBackend(Protocol):
         key_heads: int,
         meta: LinearAttentionMeta,
         out: Tensor,
+        norm: GatedNorm | None = None,
     ) -> None:
         """As `mstar.engine.layer_handles.LinearAttentionHandle.mix`; the states go on in place. A row whose slot is
         negative is padding: whatever it gets, it touches no state."""
@@ -104,6 +106,7 @@ class TorchReference:
         key_heads: int,
         meta: LinearAttentionMeta,
         out: Tensor,
+        norm: GatedNorm | None = None,
     ) -> None:
         reference_gated_delta.gated_delta(
             qkv,
@@ -118,6 +121,8 @@ class TorchReference:
             key_heads,
             out,
         )
+        if norm is not None:
+            out.copy_(reference.gated_rms_norm(out, *norm))
 
 
 class GatedDeltaKernels:
@@ -146,8 +151,9 @@ class GatedDeltaKernels:
         key_heads: int,
         meta: LinearAttentionMeta,
         out: Tensor,
+        norm: GatedNorm | None = None,
     ) -> None:
-        mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out)
+        mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out, norm)
 
 
 def mix_by_ops(
@@ -159,6 +165,7 @@ def mix_by_ops(
     key_heads: int,
     meta: LinearAttentionMeta,
     out: Tensor,
+    norm: GatedNorm | None = None,
 ) -> None:
     """`LinearAttentionBackend.mix` by the operation of `mstar.kernels.ops`."""
     ops.gated_delta(
@@ -173,4 +180,6 @@ def mix_by_ops(
         meta.q_starts,
         key_heads,
         out,
+        max_tokens=1 if meta.single else None,
+        norm=norm,
     )

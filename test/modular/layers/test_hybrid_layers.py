@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mstar.kernels import ops
+from mstar.kernels.fused_norms import GatedNorm, HeadNorms
 from mstar.layers.gated_attention import GatedAttention
 from mstar.layers.gated_delta_net import GatedDeltaNet
 from mstar.layers.linear import pack_weights
@@ -35,10 +37,10 @@ class _Attention:
         self.shape = (num_heads, num_kv_heads, head_dim)
         self.qkv: Tensor | None = None
 
-    def attend(self, qkv: Tensor, rotary: object, out: Tensor | None = None) -> Tensor:
-        assert rotary == "table"
-        self.qkv = qkv.clone()
+    def attend(self, qkv: Tensor, rotary: object, out: Tensor | None = None, norms: HeadNorms | None = None) -> Tensor:
+        assert rotary == "table" and norms is not None
         heads, kv_heads, dim = self.shape
+        self.qkv = ops.norm_heads(qkv.clone(), norms, heads, kv_heads, dim)
         values = qkv[:, -kv_heads * dim :].view(-1, kv_heads, dim)
         return values.repeat_interleave(heads // kv_heads, 1).flatten(1).contiguous()
 
@@ -76,9 +78,12 @@ class _Delta:
         self.width = width
         self.seen: list[Tensor] = []
 
-    def mix(self, qkv: Tensor, b: Tensor, a: Tensor, weights, out: Tensor | None = None) -> Tensor:
+    def mix(
+        self, qkv: Tensor, b: Tensor, a: Tensor, weights, out: Tensor | None = None, norm: GatedNorm | None = None
+    ) -> Tensor:
         self.seen = [qkv.clone(), b.clone(), a.clone(), *weights]
-        return qkv[:, -self.width :].contiguous()
+        assert norm is not None
+        return ops.gated_rms_norm(qkv[:, -self.width :].contiguous(), *norm)
 
 
 def test_gated_delta_net():
