@@ -53,8 +53,9 @@ class EngineConfig:
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
     `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
     declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's sizes, see
-    `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows. `stored_signals[node]`: sampled-token signals that must become tensors of the store because
-    something other than the same node or the client receives them.
+    `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows. `stored_signals[node]`:
+    sampled-token signals that must become tensors of the store because something other than the same node or the client
+    receives them.
 
     `walk_inputs[node][walk]`: inputs that the walk's graph gives the node; nodes without an entry have no walks, so
     nothing of theirs is chunked, reused or computed again.

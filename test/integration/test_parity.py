@@ -98,7 +98,7 @@ def test_every_number_of_rows_gives_the_same_texts(tiny: Tiny):
     instance.close()
 
 
-def test_a_decode_step_is_one_replay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_is_one_replay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
     replays: list[int] = []
     plain = torch.cuda.CUDAGraph.replay
 
@@ -109,7 +109,8 @@ def test_a_decode_step_is_one_replay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counting)
     instance = tiny.open()
     generate(instance, tiny.prompts[:5], TOKENS)
-    assert TOKENS - 1 <= len(replays) <= TOKENS + 1  # rows that have ended may be computed once more
+    # Prompts in one step or, where states are kept in their middle, in two; rows that have ended once more.
+    assert TOKENS <= len(replays) <= TOKENS + 2
     instance.close()
 
 

@@ -1,5 +1,5 @@
-"""`FlaLinearAttention`: steps with prompts by the chunk kernels of flash-linear-attention, behind a kernel that makes what
-they take and over states taken from their slots and put back; steps of single tokens by the operation of
+"""`FlaLinearAttention`: steps with prompts by the chunk kernels of flash-linear-attention, behind a kernel that makes
+what they take and over states taken from their slots and put back; steps of single tokens by the operation of
 `mstar.kernels.ops`, which is one kernel over the slots.
 
 Executor. Must not wait for the device. The library's entries for models are left out: for short prompts what they do on
