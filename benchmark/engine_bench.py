@@ -7,10 +7,8 @@ included: output tokens per second over the whole run from the first tick on, fi
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +24,7 @@ from mstar.launch.deployment import resolve_deployment
 from mstar.launch.local import LocalInstance, LocalRequest
 from mstar.launch.machine import torch_device, torch_dtype, torch_threads
 from mstar.model.base import PreparedPrompt
-from mstar.profile.phases import PHASES, PhaseRecorder
+from mstar.profile.phases import PHASES, WAITS, PhaseRecorder
 
 MODELS = {"qwen3_5-0.8b": "benchmark.random_qwen3_5:CARD", "smollm2-135m": "benchmark.random_llama:CARD"}
 
@@ -88,11 +86,16 @@ def _tick(instance: LocalInstance, requests: Sequence[LocalRequest]) -> None:
 
 
 def _phases(recorder: PhaseRecorder) -> tuple[dict[str, float], float]:
+    """A wait is not work, though a thread that waits for an accelerator may spin."""
     if not recorder.ticks:
         return {}, 0.0
-    phases = {name: round(float(np.median([tick.cpu_ns[name] for tick in recorder.ticks])) / 1e3, 1) for name in PHASES}
-    wait = float(np.median([sum(tick.wait_ns.values()) for tick in recorder.ticks])) / 1e3
-    return phases, round(wait, 1)
+    phases = {
+        name: round(float(np.median([tick.cpu_ns[name] for tick in recorder.ticks])) / 1e3, 1)
+        for name in PHASES
+        if name not in WAITS
+    }
+    waits = [sum(tick.wait_ns.values()) + sum(tick.cpu_ns[name] for name in WAITS) for tick in recorder.ticks]
+    return phases, round(float(np.median(waits)) / 1e3, 1)
 
 
 def report(shape: Shape, times: Sequence[Times]) -> dict[str, Any]:
@@ -155,13 +158,14 @@ def main(
             flush=True,
         )
     instance.close()
+    where = machine()
     result = {
         "model": model,
         "hardware": _hardware(torch_device(config)),
         "dtype": str(torch_dtype(config)),
         "torch": torch.__version__,
-        "commit": _commit(),
-        "machine": machine(),
+        "commit": where["commit"],
+        "machine": where,
         "start_s": round(start_s, 1),
         "repeats": repeats,
         "rows": rows,
@@ -175,13 +179,6 @@ def _numbers(text: str) -> list[int]:
 
 def _hardware(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {machine()['cores']} cores"
-
-
-def _commit() -> str:
-    """Empty outside of a checkout."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return found.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ of a forward one by one takes longer than most forwards."""
 
 AUTO_CAPTURE_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Of packed rows, on an accelerator: launching one by one takes longer than the forward up to here."""
-PACKED_ROWS = (4, 16, 64)
+PACKED_ROWS = (4, 16, 64, 256)
 """Of a captured bucket of packed rows: padding rows have states and logits as others have."""
 
 ENCODER_CACHE_BYTES = 256 << 20

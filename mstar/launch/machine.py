@@ -117,11 +117,11 @@ def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...] | None:
 
 
 def _capture_tokens(config: DeploymentConfig) -> tuple[int, ...]:
-    """Up to the longest step. On a CPU, where launching costs next to nothing, none."""
+    """Up to the longest step, as far as launching counts. On a CPU, where it costs next to nothing, none."""
     if not config.capture.enabled or torch_device(config).type == "cpu":
         return ()
     most = step_tokens(config)
-    return (*(tokens for tokens in AUTO_CAPTURE_TOKENS if tokens < most), most)
+    return tuple(sorted({min(tokens, most) for tokens in AUTO_CAPTURE_TOKENS}))
 
 
 def _cache_bytes(config: DeploymentConfig, caches: Set[str], weight_bytes: int) -> int:
