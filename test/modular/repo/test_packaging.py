@@ -25,7 +25,7 @@ INDIRECT = {
     "jinja2": "transformers imports it to render chat templates",
     "httptools": "uvicorn picks it up",
 }
-OPTIONAL = {"flashinfer": "cuda", "fla": "cuda"}  # imports that an extra brings
+OPTIONAL = {"flashinfer": "cuda", "fla": "cuda", "triton": "cuda"}  # imports that an extra brings
 
 
 def _requirements(extra: str | None = None) -> list[Requirement]:
