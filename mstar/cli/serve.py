@@ -98,13 +98,13 @@ def memory_table(plan: MemoryPlan) -> Table:
 
 
 def ready_text(deployment: Deployment, host: str, port: int) -> str:
-    """The ready line, and a request to try."""
+    """The ready line, and a request to try, which ends soon with a model that does not end by itself too."""
     at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{at}]:{port}" if ":" in at else f"http://{at}:{port}"
     name = deployment.facts.served_names[0]
     key = " -H 'Authorization: Bearer YOUR_KEY'" if deployment.config.server.api_keys else ""
     message = {"role": "user", "content": "What is the capital of France?"}
-    body = json.dumps({"model": name, "temperature": 0, "messages": [message]}, ensure_ascii=False)
+    body = json.dumps({"model": name, "temperature": 0, "max_tokens": 64, "messages": [message]}, ensure_ascii=False)
     return (
         "Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"

@@ -130,4 +130,5 @@ def test_the_ready_line_is_last_and_its_request_is_one_for_a_shell(host: str, ur
     assert options[-2] == "-d"
     body = json.loads(options[-1])
     assert body["model"] == name
+    assert 0 < body["max_tokens"] <= 128, "a model with random weights does not end by itself"
     assert body["messages"] == [{"role": "user", "content": "What is the capital of France?"}]
