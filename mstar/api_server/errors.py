@@ -64,6 +64,8 @@ def failure_of_validation(error: ValidationError) -> Failure:
             return Failure(400, "missing_required_parameter", f"Missing required parameter: '{param}'.", param)
         case "none_required":
             return Failure(400, "unsupported_parameter", f"This server does not support '{param}'.", param)
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return Failure(400, "invalid_value", f"Invalid '{param}': it must be an object", param or None)
         case _:
             text = complaint["msg"].removeprefix("Value error, ")
             return Failure(400, "invalid_value", f"Invalid '{param}': {text}" if param else text, param or None)

@@ -44,6 +44,8 @@ class Composition:
 
     def check(self, api: Api) -> None:
         """Raises `ValueError` for what cannot be."""
+        if self.name is WorkloadName.TEXT and self.images_per_request != 1:
+            raise ValueError(f"--images {self.images_per_request}: --workload text_to_text has none")
         for option, share in (("--image-share", self.image_share), ("--image-repeats", self.image_repeats)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{option} {share:g}: a share is between 0 and 1")

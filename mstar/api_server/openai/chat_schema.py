@@ -44,6 +44,12 @@ class TextPart(Schema):
     text: str
 
 
+def _url_in_an_object(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError("it must be an object with url, not the URL itself")
+    return value
+
+
 class ImageUrl(Schema):
     """A data URL, or an http(s) URL of a host that the server may fetch from."""
 
@@ -55,7 +61,7 @@ class ImagePart(Schema):
     """An image as part of a message's content."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: Annotated[ImageUrl, BeforeValidator(_url_in_an_object)]
 
 
 class VideoUrl(Schema):
@@ -68,7 +74,7 @@ class VideoPart(Schema):
     """A video as part of a message's content."""
 
     type: Literal["video_url"]
-    video_url: VideoUrl
+    video_url: Annotated[VideoUrl, BeforeValidator(_url_in_an_object)]
 
 
 def _part_tag(part: Any) -> str:
@@ -115,13 +121,23 @@ class ChatMessageFields(Schema):
     function_call: Unsupported = None
 
 
+def _refuse_strict(value: Any) -> Any:
+    if value is True:
+        raise ValueError("true is not served by this version, which does not constrain arguments; false is")
+    return value
+
+
 class FunctionFields(Schema):
     """`parameters`: a JSON schema of its arguments, an object."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=MAX_FUNCTION_NAME_CHARS)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[Literal[False] | None, Field(description="Only false: arguments are not constrained.")] = None
+    strict: Annotated[
+        Literal[False] | None,
+        BeforeValidator(_refuse_strict),
+        Field(description="Only false: arguments are not constrained."),
+    ] = None
 
 
 class ToolFields(Schema):
@@ -136,6 +152,12 @@ def _refuse_forced_calls(choice: Any) -> Any:
         what = "required" if choice == "required" else "the choice of a tool"
         raise ValueError(f"{what} is not served by this version; none and auto are")
     return choice
+
+
+def _refuse_single_calls(value: Any) -> Any:
+    if value is False:
+        raise ValueError("false is not served by this version; true is")
+    return value
 
 
 def _refuse_reserved(variables: Any) -> Any:
@@ -193,7 +215,7 @@ class ChatRequest(GenerationFields):
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FIRST] | None = None
     tools: Tools = None
     tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_refuse_forced_calls)] = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: Annotated[Literal[True] | None, BeforeValidator(_refuse_single_calls)] = None
     chat_template_kwargs: TemplateVariables = None
     continue_final_message: Annotated[
         bool | None, Field(description="Go on with the last message, an assistant's, instead of answering it.")

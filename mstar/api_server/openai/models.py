@@ -12,6 +12,8 @@ from mstar.api_server.front_state import FrontState, front_of
 from mstar.api_server.openapi import describe
 
 router = APIRouter()
+_OF_THE_CODE = ("title", "description")
+"""Of a schema: its class's name and docstring, which are for readers of the code."""
 
 
 @router.get("/v1/models", **describe(None, "List the served models"))
@@ -30,6 +32,7 @@ async def get_model(request: Request, model_id: str) -> Response:
 
 def _entry(front: FrontState, name: str) -> dict[str, Any]:
     facts = front.handle.facts
+    schema = facts.parameters.model_json_schema()
     return {
         "id": name,
         "object": "model",
@@ -43,5 +46,5 @@ def _entry(front: FrontState, name: str) -> dict[str, Any]:
             "reasoning": facts.output_format.reasoning is not None,
             "tool_calls": facts.output_format.tool_calls is not None,
         },
-        "parameters": facts.parameters.model_json_schema(),
+        "parameters": {name: part for name, part in schema.items() if name not in _OF_THE_CODE},
     }

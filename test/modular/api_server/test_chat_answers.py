@@ -314,6 +314,19 @@ def test_their_legal_neighbours(qwen: RunningFront):
 def test_forced_calls_are_said_to_be_not_served_yet(qwen: RunningFront):
     error = qwen.chat(tools=[WEATHER], tool_choice="required").json()["error"]
     assert "required" in error["message"] and "none and auto" in error["message"]
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    for fields in ({"tools": [strict]}, {"tools": [WEATHER], "parallel_tool_calls": False}):
+        assert "is not served by this version" in qwen.chat(**fields).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url"])
+def test_a_url_that_is_not_in_an_object_is_told_where_it_belongs(qwen: RunningFront, kind: str):
+    message = {"role": "user", "content": [{"type": kind, kind: "data:image/png;base64,AAAA"}]}
+    error = qwen.chat(messages=[message]).json()["error"]
+    assert error["param"] == f"messages[0].content[0].{kind}"
+    assert error["message"].endswith("it must be an object with url, not the URL itself")
+    message["content"] = [{"type": kind, kind: 5}]
+    assert qwen.chat(messages=[message]).json()["error"]["message"].endswith("it must be an object")
 
 
 def test_tokenize_counts_what_a_chat_would(qwen: RunningFront):

@@ -49,7 +49,7 @@ def test_models(front: RunningFront):
     assert (one["object"], one["max_model_len"], one["root"]) == ("model", MAX_SEQ_LEN, MODEL)
     assert one["modalities"] == {"input": ["text"], "output": ["text"]}
     assert "/v1/chat/completions" in one["endpoints"]
-    assert one["parameters"]["type"] == "object"
+    assert one["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
     missing = front.http.get("/v1/models/other")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
 

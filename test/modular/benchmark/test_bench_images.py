@@ -163,6 +163,7 @@ def test_a_server_without_images_is_exit_code_2():
         ("--workload", "mix", "--image-share", "1.5"),
         ("--workload", "image_to_text", "--image-repeats", "-0.1"),
         ("--workload", "image_to_text", "--api", "completions"),
+        ("--images", "2"),
     ],
 )
 def test_options_of_no_use_are_exit_code_2(arguments):
