@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mstar import envs
 from mstar.cli.errors import UNUSABLE, show_error
@@ -18,7 +19,7 @@ from mstar.cli.targets import config_for
 from mstar.config.load import shipped_configs
 from mstar.config.schema import DeploymentConfig
 from mstar.graph.compile import CompiledGraph
-from mstar.launch.deployment import Inspected, inspect_deployment
+from mstar.launch.deployment import Inspected, inspect_deployment, reasons_not_to_run
 from mstar.model.registry import CARDS
 from mstar.platforms import current_platform
 
@@ -51,11 +52,16 @@ def graph_command(target: str, overrides: Sequence[str]) -> int:
     console = Console()
     try:
         deployment, _ = _inspect(target, overrides)
-        text = deployment.compile(deployment.model()).describe()
+        compiled = deployment.compile(deployment.model())
     except UNUSABLE as error:
         show_error(console, error)
         return 1
+    config = deployment.config
+    workers = [f"  worker {rank}: {', '.join(_placed(config, compiled, rank))}" for rank in range(config.num_workers)]
+    text = "\n".join([compiled.describe() + "workers", *workers])
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+    if any(group.tp_size > 1 for group in config.node_groups):
+        console.print("of a node in shares, the walks name the worker of the first", markup=False, soft_wrap=True)
     return 0
 
 
@@ -114,6 +120,9 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
             console.print(f"  {key}: {host}", markup=False, highlight=False, soft_wrap=True)
     for line in (*notes, *short_caches):
         console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    for reason in reasons_not_to_run(config):
+        warning = Text(f"warning: this version cannot serve it: {reason}", style="bold yellow")
+        console.print(warning, highlight=False, soft_wrap=True)
     return True
 
 

@@ -138,7 +138,7 @@ def inspect_deployment(
     _require_device(config)
     card = find_card(config.model)
     spec = config.checkpoint or card.default_checkpoint
-    notes = list(_not_runnable(config))
+    notes: list[str] = []
     known = published_config(card, spec)
     checkpoint, model_config = None, known or {}
     try:
@@ -159,16 +159,17 @@ def _require_device(config: DeploymentConfig) -> None:
 
 def _require_runnable(config: DeploymentConfig) -> None:
     _require_device(config)
-    for problem in _not_runnable(config):
+    for problem in reasons_not_to_run(config):
         raise ConfigError(problem)
 
 
-def _not_runnable(config: DeploymentConfig) -> Iterator[str]:
+def reasons_not_to_run(config: DeploymentConfig) -> Iterator[str]:
+    """What a valid file asks for that this version cannot do, and what to change."""
     for group in config.node_groups:
         if group.tp_size > 1:
             yield (
                 f"node_groups: {', '.join(group.node_names)} has tp_size {group.tp_size}, and this version runs "
-                "tp_size 1: it cannot serve this file; give the group one rank and no tp_size to serve it unsplit"
+                "tp_size 1; give the group one rank and no tp_size to serve it unsplit"
             )
 
 

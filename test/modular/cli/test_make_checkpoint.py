@@ -50,7 +50,12 @@ def test_shipped_files_are_checked_without_the_hub(no_hub, name: str):
 def test_shares_of_a_node_are_shown_and_not_served(no_hub, tiny):
     shown = command("check", "qwen3_5_9b_tp2", "--set", f"checkpoint={tiny}").stdout
     assert "  worker 0: a share of LLM (one of 2), Vision\n  worker 1: a share of LLM (one of 2)\n" in shown
-    assert "LLM has tp_size 2, and this version runs tp_size 1" in " ".join(shown.split())
+    warning = "warning: this version cannot serve it: node_groups: LLM has tp_size 2, and this version runs tp_size 1"
+    assert shown.splitlines()[-1].startswith(warning)
+    walks = command("graph", "qwen3_5_9b_tp2", "--set", f"checkpoint={tiny}").stdout
+    assert "workers\n  worker 0: a share of LLM (one of 2), Vision\n  worker 1: a share of LLM (one of 2)\n" in walks
+    assert "of a node in shares, the walks name the worker of the first" in walks
+    assert "in shares" not in command("graph", tiny).stdout
     for arguments in (["serve", "qwen3_5_9b_tp2", "--port", "0"], ["run", "hi", "-c", "qwen3_5_9b_tp2"]):
         result = command(*arguments)
         assert result.exit_code in (1, 2)
