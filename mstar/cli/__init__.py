@@ -12,7 +12,7 @@ import mstar
 
 app = typer.Typer(
     name="mstar",
-    help="Serve composite models: one runtime, from a laptop CPU to many GPUs.",
+    help="Serve composite models: one runtime, on a CPU or one NVIDIA GPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -101,12 +101,14 @@ def commands() -> dict[str, set[str]]:
     """Command → its options, as the command line itself knows them."""
     import typer.main
 
+    from mstar.bench.command import app as bench_app
     from mstar.cli import app
 
     group = typer.main.get_command(app)
+    found = dict(group.commands)  # pyright: ignore[reportAttributeAccessIssue]
+    found["bench"] = typer.main.get_command(bench_app)  # to which `mstar bench` hands its words on
     return {
-        name: {option for parameter in command.params for option in parameter.opts}
-        for name, command in group.commands.items()  # pyright: ignore[reportAttributeAccessIssue]
+        name: {option for parameter in command.params for option in parameter.opts} for name, command in found.items()
     }
 
 

@@ -120,6 +120,7 @@ def test_agreed_names_are_here_or_on_the_roadmap(name: str):
         "mstar.no_such_package",
         "mstar no-such-command",
         "mstar serve --no-such-option",
+        "mstar bench --no-such-option",
         "make no-such-target",
         "GET /no-such-route",
         "NoSuchClass",
