@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 import typer
 import uvloop
+from typer.core import TyperCommand
 
 from mstar.bench.composition import Composition, MakePrompts, WorkloadName
 from mstar.bench.connection import ConnectionPool
@@ -24,6 +25,17 @@ from mstar.bench.report import Report, build_report, report_text
 from mstar.bench.workloads import Api, TextToText
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class PlainErrors(TyperCommand):
+    """Without the words that the validation behind typer puts before a refused choice."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +108,7 @@ async def _prompts(plan: Plan, pool: ConnectionPool, text: TextToText) -> MakePr
     return lambda kind: of_words(num_words, plan.seed, kind)
 
 
-@app.command()
+@app.command(cls=PlainErrors)
 def bench(
     url: Annotated[str, typer.Option(help="Root of an OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to ask for; the first that the server lists.")] = None,

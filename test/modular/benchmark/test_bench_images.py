@@ -170,3 +170,10 @@ def test_options_of_no_use_are_exit_code_2(arguments):
     with openai_stub() as stub:
         bench(stub, *arguments, code=2)
         assert not stub.served
+
+
+def test_a_workload_that_there_is_not_is_told_in_plain_words():
+    with openai_stub() as stub:
+        error = bench(stub, "--workload", "images", code=2)
+    assert "'images' is not one of" in error and "image_to_text" in error
+    assert "Value error" not in error
