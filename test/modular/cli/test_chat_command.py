@@ -167,6 +167,8 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
+            # A shell starts what runs in the background with the interrupt ignored, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
         )
         os.close(inner)
