@@ -15,6 +15,7 @@ from mstar.engine.chunking import ChunkingPolicy, allot
 from mstar.engine.engine import Engine
 from mstar.engine.step_cost import StepCost
 from mstar.worker.candidates import Run
+from mstar.worker.pace import AS_FORETOLD, Pace
 
 MIN_CHUNK = 16
 """Tokens that a step with chunks computes of them at least, so that rows that decode, however many, starve no prompt.
@@ -51,10 +52,11 @@ class ChunkBudget:
         other_tokens: int,
         contexts: int,
         waited_s: float = 0.0,
+        pace: Pace = AS_FORETOLD,
     ) -> None:
         """`num_others` rows with `other_tokens` tokens go along whole and read `contexts` tokens of cache together. The
         first chunk is cut whatever they leave, unless they have waited for steps of other nodes already, for
-        `waited_s`: then there may be none, and the chunk comes with the node's next turn."""
+        `waited_s`: then there may be none, and the chunk comes with the node's next turn. `pace` corrects `cost`."""
         self._cost = cost
         self._tokens = max_step_tokens - other_tokens
         self._seconds = 0.0
@@ -63,11 +65,11 @@ class ChunkBudget:
             self._least = min(MIN_CHUNK, max_step_tokens)
         elif num_others:
             self._least = 0 if waited_s else MIN_TIMED_CHUNK
-            allowed = MIXED_STEP_FACTOR * cost.decode_s(num_others, contexts) - waited_s
-            self._seconds = allowed - cost.mixed_s(other_tokens, contexts)
+            allowed = MIXED_STEP_FACTOR * pace.decode * cost.decode_s(num_others, contexts) - waited_s
+            self._seconds = allowed / pace.mixed - cost.mixed_s(other_tokens, contexts)
         else:
             self._least = CHUNK_STEP_TOKENS
-            self._seconds = CHUNK_STEP_S - cost.mixed_s(0, 0)
+            self._seconds = CHUNK_STEP_S / pace.mixed - cost.mixed_s(0, 0)
 
     def cut(self, start: int, pending: int, align: int) -> int:
         """Tokens for the next row, which has `start` in its cache and `pending` to compute. 0: nothing is left."""

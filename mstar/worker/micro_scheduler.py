@@ -7,6 +7,7 @@ graph runtime's queue, so there is no second backlog.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from mstar.engine.execution import Portion, Step
 from mstar.graph.protocol import GraphRuntime, ReadyKey, TakenRows
 from mstar.worker.candidates import Candidates, Run, taken_again
 from mstar.worker.chunk_budget import ChunkBudget, Cuts, StepLimits
+from mstar.worker.pace import Pace
 from mstar.worker.turns import Turns
 
 Seniority = Callable[[Sequence[int]], Sequence[int] | None]
@@ -53,6 +55,7 @@ class MicroScheduler:
         self._seniority = seniority
         self._candidates = Candidates(graph, engine, policies)
         self._turns = Turns()
+        self._paces: defaultdict[str, Pace] = defaultdict(Pace)
         self.limits = limits
         """May be replaced between two steps."""
 
@@ -89,7 +92,10 @@ class MicroScheduler:
         """The device has ended with it."""
         event = step.event
         if event is not None and event.began_ns:
-            self._turns.ended(step.node, 1e-9 * (event.ended_ns - event.began_ns))
+            seconds = 1e-9 * (event.ended_ns - event.began_ns)
+            self._turns.ended(step.node, seconds)
+            if (cost := self.limits.costs.get(step.node)) is not None:
+                self._paces[step.node].ended(step, seconds, cost)
 
     def put_back(self, step: Step) -> None:
         """Rows and stream chunks of an abandoned step return to where they were taken from. Carried rows are in the
@@ -183,7 +189,8 @@ class MicroScheduler:
             others = np.array([row for portion in draft.portions for row in portion.taken.rows], np.int64)
             contexts = int(self._engine.lengths(node, others).sum())
         waited_s = self._turns.waited_s(node)
-        budget = ChunkBudget(self.limits.max_step_tokens, cost, draft.num_rows, draft.tokens, contexts, waited_s)
+        most, pace = self.limits.max_step_tokens, self._paces[node]
+        budget = ChunkBudget(most, cost, draft.num_rows, draft.tokens, contexts, waited_s, pace)
         cuts = [Cuts(self._engine, run, self._policies[run.shares_as]) for run in runs]
         places = [(at, index) for at in range(len(runs)) for index in range(len(runs[at].rows))]
         order = self._seniority([runs[at].rows[index] for at, index in places])

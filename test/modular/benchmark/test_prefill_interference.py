@@ -38,7 +38,7 @@ def test_each_mode_is_measured_in_every_repeat(instances):
     assert {mode: len(taken) for mode, taken in samples.items()} == {"chunked": 2, "whole": 2}
     for taken in samples.values():
         for sample in taken:
-            assert len(sample.alone) == SHAPE.streams * SHAPE.alone_tokens
+            assert len(sample.alone) >= max(SHAPE.streams * SHAPE.alone_tokens, len(sample.during) - SHAPE.streams)
             assert min(sample.alone) > 0
             assert sample.ttft_s > 0
     assert set(summarize(samples)["goals"].values()) <= {True, False}
