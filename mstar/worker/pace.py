@@ -1,7 +1,7 @@
 """`Pace`: how much longer a node's steps take than `StepCost` foretells.
 
-Loop thread; arithmetic only. The costs are measured at start-up, one node alone on an idle machine. Under load its memory
-is colder, its cores are shared, and chunks and rows stand in other relations, so what ended corrects what is foretold.
+Loop thread; arithmetic only. The costs are measured at start-up, one node alone on an idle machine. Under load memory
+is colder, cores are shared, and chunks and rows stand in other relations, so what ended corrects what is foretold.
 """
 
 from __future__ import annotations
