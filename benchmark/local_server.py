@@ -36,9 +36,11 @@ class Answer(NamedTuple):
 
 
 class LocalServer:
-    """One connection, kept alive; not for several threads."""
+    """One connection, kept alive; not for several threads. `pid`: of the process that started the others."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pid: int) -> None:
+        self.url = url
+        self.pid = pid
         parts = urlsplit(url)
         assert parts.hostname is not None
         self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=ANSWER_TIMEOUT_S)
@@ -116,7 +118,9 @@ class LocalServer:
 
 
 @contextmanager
-def serving(target: str, overrides: Sequence[str] = ()) -> Iterator[LocalServer]:
+def serving(
+    target: str, overrides: Sequence[str] = (), *, start_timeout_s: float = START_TIMEOUT_S
+) -> Iterator[LocalServer]:
     """`mstar serve TARGET` on a free port until the block ends.
 
     Raises:
@@ -130,7 +134,7 @@ def serving(target: str, overrides: Sequence[str] = ()) -> Iterator[LocalServer]
         with log.open("wb") as stream:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream, cwd=ROOT)
         try:
-            server = LocalServer(_wait_ready(process, log))
+            server = LocalServer(_wait_ready(process, log, start_timeout_s), process.pid)
             yield server
             server.close()
         finally:
@@ -142,8 +146,8 @@ def serving(target: str, overrides: Sequence[str] = ()) -> Iterator[LocalServer]
                 process.wait()
 
 
-def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
+def _wait_ready(process: subprocess.Popen[bytes], log: Path, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
     while (match := READY.search(log.read_text())) is None:
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the server is not ready:\n{log.read_text()[-2000:]}")

@@ -43,14 +43,19 @@ class RandomLlamaModel(LlamaModel):
 def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
     """Weights of a fixed seed, small enough that nothing overflows."""
     network = LlamaNetwork(LlamaConfig.from_mapping(SHAPE), dtype=context.dtype, device=context.device)
-    generator = torch.Generator(context.device).manual_seed(0)
+    draw_weights(network, context.device)
+    pack_weights(network)
+    return LlamaSubmodule(network)
+
+
+def draw_weights(network: LlamaNetwork, device: torch.device) -> None:
+    """On the device, in place, of a fixed seed."""
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in network.named_parameters():
         if name.endswith("norm.weight"):
             parameter.fill_(1.0)
         else:
             parameter.normal_(0.0, 0.02, generator=generator)
-    pack_weights(network)
-    return LlamaSubmodule(network)
 
 
 CARD = ModelCard(

@@ -53,10 +53,11 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def write_result(name: str, content: Mapping[str, Any]) -> Path:
-    """Write `benchmark/results/NAME.json`."""
-    RESULTS.mkdir(exist_ok=True)
-    file = RESULTS / f"{name}.json"
+def write_result(name: str, content: Mapping[str, Any], folder: Path | None = None) -> Path:
+    """Write `NAME.json` into `benchmark/results`, or into another folder."""
+    folder = RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.json"
     file.write_text(json.dumps(content, indent=2) + "\n")
     return file
 
