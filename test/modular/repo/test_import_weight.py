@@ -13,6 +13,7 @@ from support.repository import PACKAGE, module_name, package_files, relative
 # Packages whose every module has to import without torch.
 TORCH_FREE = [
     "mstar.api_server",
+    "mstar.client",
     "mstar.communication.bus",
     "mstar.communication.messages",
     "mstar.communication.wire",
