@@ -13,7 +13,7 @@ from support.repository import ROOT, relative
 from support.tiny_serving import TinyLlama
 
 ROADMAP = ROOT / "docs" / "roadmap.rst"
-PAGES = ("architecture", "adding_models", "models", "installation", "quickstart", "serving",
+PAGES = ("architecture", "adding_models", "models", "installation", "quickstart", "serving", "clients",
          "environment_variables", "glossary", "roadmap", "index")  # fmt: skip
 
 

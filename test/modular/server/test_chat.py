@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -138,6 +139,14 @@ def test_the_request_to_try_answers_paris(server: Server, _started, source: str)
     done = subprocess.run(["sh", "-c", request], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("example", ["chat", "streaming", "many_at_once"])
+def test_examples_get_answers_of_the_model(server: Server, example: str):
+    command = [sys.executable, ROOT / "examples" / f"{example}.py", server.url]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ("(length)" if example == "streaming" else "France") in done.stdout
 
 
 def test_the_memory_plan_has_the_weights_in_it(_started):

@@ -1,0 +1,100 @@
+"""Every example runs as a user starts it: against a real front whose worker is scripted, or in a process alone."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import byte_level_bpe, tiny_llama, write_directory
+from support.command_line import deployment_file
+from support.qwen3_5_front import build_qwen_spec, image_bytes, running_qwen
+from support.repository import ROOT
+from support.running_front import RunningFront
+
+from examples import offline
+from mstar.communication.messages import OpenRequest
+
+END_TOKEN = 2
+EXAMPLES = ROOT / "examples"
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    """Of a model that thinks, calls tools and takes images."""
+    with running_qwen(build_qwen_spec(tmp_path_factory.mktemp("qwen"))) as front:
+        yield front
+
+
+def run(name: str, *arguments: object) -> str:
+    """What an example printed."""
+    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_chat(front: RunningFront):
+    front.reply("to think\n</think>\n\nIt is Paris.")
+    said = run("chat", front.base_url).splitlines()
+    assert said[:2] == ["It is Paris."] * 2 and said[2].startswith("Usage(")
+    first, second = front.openings()[-2:]
+    assert first.prompt_ids is not None and second.prompt_ids is not None
+    assert first.prompt_ids.shape[0] < second.prompt_ids.shape[0], "the second turn has the first in it"
+
+
+def test_streaming(front: RunningFront):
+    front.reply("to think\n</think>\n\nOnce upon a time.")
+    said = re.sub(r"\x1b\[\dm", "", run("streaming", front.base_url))
+    assert re.fullmatch(r"to thinkOnce upon a time\.\n\(stop\)\n\d+ tokens\n", said)
+
+
+def test_many_at_once(front: RunningFront):
+    front.reply("</think>\n\nIn Europe.")
+    lines = run("many_at_once", front.base_url).splitlines()
+    assert lines == [f"{city}: In Europe." for city in ("Paris", "Rome", "Berlin", "Madrid", "Vienna", "Lisbon")]
+
+
+def test_vision(front: RunningFront, tmp_path: Path):
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(image_bytes())
+    front.reply("to see\n</think>\n\nA circle.")
+    assert run("vision", picture, front.base_url) == "it thought: to see\nA circle.\n"
+    assert front.openings()[-1].media, "the picture reached the worker"
+
+
+def test_tools(front: RunningFront):
+    end = front.end_token()
+    asks, answers = (
+        [*front.tokenizer.encode(text).ids, end] for text in (f"</think>\n\n{CALL}", "</think>\n\nClear, 21 degrees.")
+    )
+    replies = iter((asks, answers))
+
+    def script(_: OpenRequest) -> Iterable[int]:
+        return next(replies)
+
+    front.worker.script = script
+    assert run("tools", front.base_url) == 'weather({"city":"Paris"})\nClear, 21 degrees.\n'
+
+
+def test_offline(tmp_path: Path):
+    """The texts are those of transformers' model of the same weights."""
+    weights = tiny_llama(initializer_range=0.5)
+    write_directory(tmp_path / "checkpoint", weights)
+    file = deployment_file(tmp_path, model="llama", checkpoint=str(tmp_path / "checkpoint"), dtype="float32")
+    tokenizer = byte_level_bpe()
+    lines = ""
+    for question in offline.QUESTIONS:
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
+        answer = weights.generate(ids, max_new_tokens=offline.MAX_TOKENS, do_sample=False, eos_token_id=END_TOKEN)
+        lines += f"{question} {tokenizer.decode(answer[0, ids.shape[1] :].tolist())}\n"
+    assert run("offline", file) == lines
+
+
+def test_each_example_has_a_test():
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem not in tested) == []
