@@ -1,17 +1,25 @@
-"""What every request passes first: its id, the API key, the size of its body. ASGI, front loop only."""
+"""What every request passes first: its id, the API key, the size of its body; and last, its line in the log.
+
+ASGI, front loop only.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
+import time
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.api_server.errors import error_response
 from mstar.conductor.events import Failure, RefusedError
+from mstar.process_log import REQUEST
 
+logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/metrics"})
 """Answered without a key: probes and scrapers have none."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -37,16 +45,25 @@ class Gate:
         request_id = given if _ID.fullmatch(given) else b"req-" + secrets.token_hex(12).encode()
         scope.setdefault("state", {}).update(request_id=request_id.decode("ascii"), send=send)
 
+        began, status = time.monotonic(), 500
+        noted: dict[str, Any] = {"request_id": request_id.decode("ascii")}
+        REQUEST.set(noted)  # of this request's task alone, and of the tasks that it starts
+
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        if failure := self._refusal(scope, headers):
-            await error_response(failure)(scope, receive, send_with_id)
-            return
-        inner = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
-        await self._app(inner, self._limited(receive), send_with_id)
+        try:
+            if failure := self._refusal(scope, headers):
+                await error_response(failure)(scope, receive, send_with_id)
+                return
+            inner = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
+            await self._app(inner, self._limited(receive), send_with_id)
+        finally:
+            _log(scope, status, time.monotonic() - began, noted)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
         is_open = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
@@ -82,3 +99,24 @@ class Gate:
 
     def _too_large(self) -> Failure:
         return Failure(413, "body_too_large", f"The body is larger than {self._max_body_bytes} bytes.")
+
+
+def _log(scope: Scope, status: int, took_s: float, noted: dict[str, Any]) -> None:
+    """One line for each request; probes and scrapers come too often to be of interest. A stream's status is that of its
+    beginning, `outcome` says how it ended."""
+    level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+    if not logger.isEnabledFor(level):
+        return
+    fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(took_s, 4), **noted}
+    words = f", {noted['prompt_tokens']} + {noted['outputs']} tokens, {noted['outcome']}" if "outcome" in noted else ""
+    logger.log(
+        level,
+        "%s %s %s: %d in %.3f s%s",
+        noted["request_id"],
+        scope["method"],
+        scope["path"],
+        status,
+        took_s,
+        words,
+        extra={"fields": fields},
+    )

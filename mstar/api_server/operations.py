@@ -1,9 +1,13 @@
-"""Routes for whoever operates the server: health, readiness, version, metrics, aborting requests. Front loop only."""
+"""Routes for whoever operates the server: health, readiness, version, metrics, a trace, aborting requests. Front loop
+only."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Annotated
+
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
@@ -11,6 +15,7 @@ from mstar import __version__
 from mstar.api_server.front_state import front_of
 from mstar.api_server.metrics import render
 from mstar.api_server.openapi import describe
+from mstar.api_server.trace import chrome_trace
 from mstar.conductor.events import Failure, RefusedError
 
 router = APIRouter()
@@ -45,6 +50,17 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     front = front_of(request)
     return Response(render(front.handle), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+@router.get("/debug/trace", **describe(None, "Requests and steps of the last seconds, as a Chrome trace"))
+async def trace(request: Request, seconds: Annotated[float, Query(gt=0, le=3600)] = 60.0) -> Response:
+    handle = front_of(request).handle
+    since = handle.now() - seconds
+    reports = await handle.steps_since(since)
+    times, now = handle.times_since(since), handle.now()
+    # On a thread: of a busy server it is some hundred thousand objects, and streams go on meanwhile.
+    body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(times, reports, now, __version__)))
+    return Response(body, media_type="application/json")
 
 
 @router.delete("/v1/requests/{request_id}", **describe(None, "Abort a running request"))

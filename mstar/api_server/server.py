@@ -25,7 +25,6 @@ from mstar import __version__
 from mstar.api_server.app import create_app
 from mstar.api_server.connection import FrontProtocol, raise_descriptor_limit
 from mstar.api_server.front_state import FrontState
-from mstar.api_server.log_format import configure_logging
 from mstar.api_server.loop_watch import LoopWatch
 from mstar.api_server.media import MediaLoader
 from mstar.communication.address import FRONT_RANK
@@ -40,6 +39,7 @@ from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
 from mstar.model.loader.tokenizer_files import load_tokenizer
 from mstar.model.registry import build_model
+from mstar.process_log import configure_log
 
 logger = logging.getLogger(__name__)
 SUPERVISOR = "supervisor"
@@ -50,7 +50,7 @@ CLOSE_CONNECTIONS_S = 5
 
 def run_front(spec: FrontSpec, listener: socket.socket) -> int:
     """Runs the front process on `listener`, a bound socket, until it is told to end; returns the exit code."""
-    configure_logging(spec.log_level)
+    configure_log("front", spec.log_level, spec.server.log_format)
     FrontProtocol.max_connections = raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Front(spec, listener).run())
@@ -90,7 +90,7 @@ def assemble_front(
     server, directory = spec.server, spec.setup.tokenizer_dir
     workers = WorkerTable(walks.all_ranks, watchdog_s=server.watchdog_s, step_timeout_s=server.step_timeout_s)
     conductor = Conductor(bus=bus, walks=walks, workers=workers, loop=loop, on_ready=on_ready, on_shutdown=on_shutdown)
-    pool = PreprocessPool(spec.card, spec.setup, server.preprocess_workers)
+    pool = PreprocessPool(spec.card, spec.setup, server.preprocess_workers, log_format=server.log_format)
     handle = ConductorHandle(
         model=model,
         conductor=conductor,

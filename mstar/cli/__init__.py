@@ -34,11 +34,13 @@ def serve(
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text or json: one object a line.")] = None,
 ) -> None:
     """Start the server; ends with a ready line and a curl that works."""
     from mstar.cli.serve import serve_command
 
-    extra = [f"server.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
+    given = {"host": host, "port": port, "log_format": log_format}
+    extra = [f"server.{key}={value}" for key, value in given.items() if value is not None]
     raise typer.Exit(serve_command(target, [*(overrides or []), *extra]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import socket
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.launch.supervisor import StartError, Supervisor, Watchers
 from mstar.process_log import configure_log
 
+logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 NO_LISTENER = (*UNUSABLE, OSError)
 
@@ -32,13 +34,14 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
     for name in envs.unknown_variables():
         console.print(f"[yellow]{name} is not a variable of this version[/yellow]")
     try:
-        configure_log("mstar", envs.LOG_LEVEL.get())
-        listener = bind(server_for(target, overrides))
+        server = server_for(target, overrides)
+        configure_log("mstar", envs.LOG_LEVEL.get(), server.log_format)
+        listener = bind(server)
     except NO_LISTENER as error:
         show_error(console, error)
         return 2
     try:
-        with ProgressBars(console) as bars:
+        with ProgressBars(console if server.log_format == "text" else Console(quiet=True)) as bars:
             config = config_for(target, overrides, progress=bars.report)
             deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
             deployment.compile(deployment.model())
@@ -47,7 +50,10 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
                 bars.report(f"worker {message.rank}: {message.label}", message.done, message.total or None)
 
             def planned(message: MemoryPlan) -> None:
-                console.print(memory_table(message))
+                if server.log_format == "json":
+                    log_memory_plan(message)
+                else:
+                    console.print(memory_table(message))
 
             supervisor = Supervisor(deployment, listener, Watchers(plan=planned, progress=loaded))
             supervisor.start()
@@ -60,7 +66,11 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
         show_error(console, error)
         return 1
     host, port = listener.getsockname()[:2]
-    console.print(ready_text(deployment, host, port), highlight=False, markup=False, emoji=False, soft_wrap=True)
+    text = ready_text(deployment, host, port)
+    if server.log_format == "json":
+        logger.info("%s", text.splitlines()[-1])
+    else:
+        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
     return supervisor.run()
 
 
@@ -83,6 +93,14 @@ def bind(server: ServerConfig) -> socket.socket:
             "end the process that has the port, or choose another with --port"
         ) from error
     return listener
+
+
+def log_memory_plan(plan: MemoryPlan) -> None:
+    """The same as a line of the log."""
+    rows = [{"name": row.name, "detail": row.detail, "bytes": row.num_bytes} for row in plan.rows]
+    total = sum(row.num_bytes for row in plan.rows)
+    fields = {"rank": plan.rank, "rows": rows, "bytes": total}
+    logger.info("memory plan of worker %d: %.1f MiB", plan.rank, total / 2**20, extra={"fields": fields})
 
 
 def memory_table(plan: MemoryPlan) -> Table:

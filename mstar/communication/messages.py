@@ -157,6 +157,33 @@ class Fail(msgspec.Struct, tag=True, frozen=True):
     code: int = 500
 
 
+class AskSteps(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Front → worker: report the steps that ended after `since_ns` of the host's monotonic clock. `ask` comes back."""
+
+    ask: int
+    since_ns: int
+
+
+class StepReport(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Worker → front: its last steps, oldest first. Part i ran `walks[i]` of step `part_steps[i]` with the next
+    `part_rows[i]` of `rows`, indices into `rids`, and `part_tokens[i]` tokens. Times are nanoseconds of the host's
+    monotonic clock; a step begins when its forward is handed to the device and ends when the host knows that it has."""
+
+    ask: int
+    rank: int
+    nodes: list[str]
+    composed_ns: list[int]
+    submitted_ns: list[int]
+    began_ns: list[int]
+    ended_ns: list[int]
+    part_steps: list[int]
+    walks: list[str]
+    part_rows: list[int]
+    part_tokens: list[int]
+    rows: list[int]
+    rids: list[str]
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Supervisor or front → worker: end the loop and exit 0."""
 
@@ -311,6 +338,7 @@ ToWorker = (
     | Stop
     | Unpersist
     | Remove
+    | AskSteps
     | Shutdown
     | PeerUp
     | PeerLost
@@ -319,6 +347,6 @@ ToWorker = (
     | StreamFrame
     | AckFrame
 )
-ToFront = Opened | Hello | Ready | Heartbeat | EmitFrame | WalkDone | Fail | PeerUp | PeerLost | Shutdown
+ToFront = Opened | Hello | Ready | Heartbeat | EmitFrame | WalkDone | Fail | StepReport | PeerUp | PeerLost | Shutdown
 ToSupervisor = Hello | MemoryPlan | Ready | LoadProgress
 Message = ToWorker | ToFront | ToSupervisor

@@ -30,6 +30,7 @@ from mstar.communication.messages import (
     Ready,
     Remove,
     Shutdown,
+    StepReport,
     Stop,
     ToFront,
     WalkDone,
@@ -37,6 +38,7 @@ from mstar.communication.messages import (
 from mstar.conductor.events import Event, Failure, FinishedEvent, RequestStream, TensorEvent, TokenEvent
 from mstar.conductor.request_table import RequestRecord, RequestTable
 from mstar.conductor.statistics import Statistics
+from mstar.conductor.step_reports import StepReports
 from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.worker_watch import WorkerWatch
 from mstar.conductor.workers import WorkerTable
@@ -65,6 +67,7 @@ class Conductor:
         self.num_waiting = 0
         """Choices taken on that have emitted nothing yet."""
         self.now = clock
+        self.step_reports = StepReports(bus)
         self._bus = bus
         self._walks = walks
         self._on_shutdown = on_shutdown
@@ -85,6 +88,7 @@ class Conductor:
             WalkDone: self._on_walk_done,
             Opened: self._on_opened,
             Fail: self._on_fail,
+            StepReport: self.step_reports.arrived,
             Heartbeat: self._watch.heartbeat,
             Hello: self._watch.hello,
             Ready: self._watch.ready,
@@ -122,6 +126,8 @@ class Conductor:
         """Puts a choice on its workers. Call `flush` after the last choice of a request."""
         opening = msgspec.structs.replace(opening, ranks=record.ranks)
         self.requests.add(record)
+        record.times.started_at = self.now()
+        record.stream.times.choices.append(record.times)
         record.stream.rids[record.choice] = record.rid
         if len(record.ranks) > 1:
             record.opening = opening
@@ -146,12 +152,14 @@ class Conductor:
         if not stream.num_open:
             return
         self.statistics.outcomes[failure.code] += stream.num_open
-        stream.close(stream.num_open)
+        stream.times.failure = failure.code
         for choice, rid in enumerate(stream.rids):
             self._started_emitting(stream, choice)
             record = self.requests.pop(rid)
             if record is not None:
+                record.times.end(self.now(), failure.code, record.num_received)
                 self._remove(record)
+        stream.close(stream.num_open)
         self._push(stream, failure)
 
     def close(self) -> None:
@@ -197,7 +205,8 @@ class Conductor:
                 self._finish_if_complete(record)
 
     def _first_emit(self, record: RequestRecord) -> None:
-        self.statistics.first_token_s.observe(self._pass_at - record.stream.submitted_at)
+        record.times.first_at = self._pass_at
+        self.statistics.first_token_s.observe(self._pass_at - record.stream.times.submitted_at)
         self._started_emitting(record.stream, record.choice)
 
     def _started_emitting(self, stream: RequestStream, choice: int) -> None:
@@ -239,13 +248,14 @@ class Conductor:
         text = record.partitions.get(self._walks.text_partition)
         reason = "stop" if record.is_stopped or text is None else text.reason
         stream = record.stream
+        record.times.end(self._pass_at, reason, record.num_received)
         stream.close(1)
         self.requests.pop(record.rid)
         self._remove(record)
         self._started_emitting(stream, record.choice)
         self.statistics.outcomes[reason] += 1
         if not stream.num_open:
-            self.statistics.request_s.observe(self._pass_at - stream.submitted_at)
+            self.statistics.request_s.observe(self._pass_at - stream.times.submitted_at)
         self._push(stream, FinishedEvent(record.choice, reason, record.num_prompt_tokens, record.num_cached_tokens))
 
     def _on_opened(self, message: Opened) -> None:

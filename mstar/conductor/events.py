@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from mstar.communication.messages import FinishReason, HostTensor, TokenLogprobs
 from mstar.conductor.request import GenerateRequest
+from mstar.conductor.request_times import RequestTimes
 
 
 class PreparedEvent(NamedTuple):
@@ -89,13 +90,13 @@ class RequestStream:
         "request",
         "rids",
         "sink",
-        "submitted_at",
+        "times",
         "waiting",
     )
 
     def __init__(self, request: GenerateRequest, submitted_at: float) -> None:
         self.request = request
-        self.submitted_at = submitted_at
+        self.times = RequestTimes(request.request_id, submitted_at)
         self.num_open = request.num_results
         self.waiting = [True] * request.num_results
         self.rids = [""] * request.num_results

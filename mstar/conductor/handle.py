@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import msgspec
 from pydantic import BaseModel
 
 from mstar.communication.host_tensors import from_numpy
-from mstar.communication.messages import OpenRequest
+from mstar.communication.messages import OpenRequest, StepReport
 from mstar.conductor.admission import check_choices, check_length, check_prompt_length, grant_tokens
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.events import Failure, PreparedEvent, RefusedError, RequestStream
@@ -26,10 +27,12 @@ from mstar.conductor.preprocess import PreprocessPool
 from mstar.conductor.queue_bound import Load, QueueBound
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
 from mstar.conductor.request_table import RequestRecord
+from mstar.conductor.request_times import MAX_RECENT, RequestTimes
 from mstar.conductor.statistics import Statistics
 from mstar.conductor.walks import StartPlan, WalkDirectory
 from mstar.conductor.workers import WorkerTable
 from mstar.model.base import Model, ModelCard, OutputFormat, PreparedPrompt
+from mstar.process_log import REQUEST
 
 logger = logging.getLogger(__name__)
 RETRY_NOT_READY_S = 2
@@ -90,6 +93,7 @@ class ConductorHandle:
         self._request_timeout_s = request_timeout_s
         self._preparing: dict[RequestStream, asyncio.Task[None]] = {}
         self._live: set[RequestStream] = set()
+        self._recent: deque[RequestTimes] = deque(maxlen=MAX_RECENT)
         self._numbers = itertools.count()
         self._drained: asyncio.Event | None = None
         self._run_tag = secrets.token_hex(4)
@@ -118,6 +122,20 @@ class ConductorHandle:
     def worker_gauges(self) -> dict[str, float]:
         return self._workers.summed_gauges()
 
+    def now(self) -> float:
+        return self._conductor.now()
+
+    def times_since(self, since: float) -> list[RequestTimes]:
+        """Requests that run or ended after `since`, of the last that ended."""
+        ended = [times for times in self._recent if times.ended_at is not None and times.ended_at > since]
+        return [*ended, *(stream.times for stream in self._live)]
+
+    async def steps_since(self, since: float) -> dict[int, StepReport | None]:
+        """Steps of every worker, by rank; None for one that does not answer."""
+        ranks = self._workers.connected
+        reports = await self._conductor.step_reports.ask(ranks, max(0, int(since * 1e9)))
+        return {rank: reports.get(rank) for rank in self._workers.states}
+
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Takes a request on. Its prompts are prepared behind this call; what is wrong with them comes as a `Failure`.
 
@@ -137,7 +155,7 @@ class ConductorHandle:
         task = asyncio.create_task(self._prepare_and_start(stream))
         self._preparing[stream] = task
         task.add_done_callback(lambda _: self._preparing.pop(stream, None))
-        stream.on_end.append(partial(self._ended, stream, self._start_timer(stream)))
+        stream.on_end.append(partial(self._ended, stream, self._start_timer(stream), REQUEST.get()))
         return stream
 
     def stop(self, stream: RequestStream, choice: int) -> None:
@@ -190,7 +208,12 @@ class ConductorHandle:
         self._num_live_choices -= num_choices
         self._bound.ended(num_choices, self._conductor.now())
 
-    def _ended(self, stream: RequestStream, timer: asyncio.TimerHandle | None) -> None:
+    def _ended(self, stream: RequestStream, timer: asyncio.TimerHandle | None, noted: dict[str, object] | None) -> None:
+        """`noted`: what the log will say of the request."""
+        stream.times.ended_at = self.now()
+        self._recent.append(stream.times)
+        if noted is not None:
+            noted.update(stream.times.facts())
         if timer is not None:
             timer.cancel()
         self._live.discard(stream)
@@ -258,6 +281,7 @@ class ConductorHandle:
         request, ids = stream.request, prompt.token_ids
         length = 0 if ids is None else len(ids)
         self.statistics.num_prompt_tokens += length
+        stream.times.num_prompt_tokens += length
         tail = () if ids is None else tuple(ids[-PROMPT_TAIL:].tolist())
         stream.push(PreparedEvent(index, length, tail, prompt.opens_reasoning))
         prompt_ids = None if ids is None else from_numpy(ids)

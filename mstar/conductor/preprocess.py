@@ -38,6 +38,7 @@ from mstar.conductor.preprocess_messages import (
 )
 from mstar.conductor.request import PromptInput
 from mstar.model.base import ChatMessage, ModelCard, ModelSetup, PreparedPrompt
+from mstar.process_log import LogFormat
 
 logger = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 60.0
@@ -98,7 +99,13 @@ class PreprocessPool:
     """`num_processes` processes that serve a queue of jobs."""
 
     def __init__(
-        self, card: ModelCard, setup: ModelSetup, num_processes: int, *, job_timeout_s: float = JOB_TIMEOUT_S
+        self,
+        card: ModelCard,
+        setup: ModelSetup,
+        num_processes: int,
+        *,
+        job_timeout_s: float = JOB_TIMEOUT_S,
+        log_format: LogFormat = "text",
     ) -> None:
         self.num_replaced = 0
         self._order = framed(
@@ -112,6 +119,7 @@ class PreprocessPool:
             )
         )
         self._num_processes = num_processes
+        self._log_format: LogFormat = log_format
         self._job_timeout_s = job_timeout_s
         self._jobs: asyncio.Queue[tuple[bytes, asyncio.Future[Reply]]] = asyncio.Queue()
         self._servers: dict[int, asyncio.Task[None]] = {}
@@ -123,7 +131,7 @@ class PreprocessPool:
         Raises:
             PreprocessError: one could not; its own error is on stderr.
         """
-        self._processes = [_spawn() for _ in range(self._num_processes)]
+        self._processes = [_spawn(self._log_format) for _ in range(self._num_processes)]
         try:
             await asyncio.gather(*(self._greet(process) for process in self._processes))
         except PreprocessError:
@@ -231,20 +239,20 @@ class PreprocessPool:
         self.num_replaced += 1
         self._processes[index].end()
         try:
-            self._processes[index] = _spawn()
+            self._processes[index] = _spawn(self._log_format)
             await self._greet(self._processes[index])
         except (PreprocessError, OSError) as error:
             logger.error("%s", error)
 
 
-def _spawn() -> _Process:
+def _spawn(log_format: LogFormat) -> _Process:
     """The child finds the modules that this process finds: a model may live outside this package."""
     search_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     command = [sys.executable, "-P", "-m", "mstar.conductor.preprocess_worker"]
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid())],
+            [*command, str(theirs.fileno()), str(os.getpid()), log_format],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             env=envs.child_environment({**ONE_THREAD, "PYTHONPATH": search_path}),

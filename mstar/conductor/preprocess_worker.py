@@ -142,5 +142,5 @@ def _die_with(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    configure_log("preprocess", envs.LOG_LEVEL.get())
+    configure_log("preprocess", envs.LOG_LEVEL.get(), "json" if sys.argv[3] == "json" else "text")
     main(int(sys.argv[1]), int(sys.argv[2]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mstar.communication.messages import FinishReason, OpenRequest
 from mstar.conductor.events import RequestStream
+from mstar.conductor.request_times import ChoiceTimes
 
 EmitKey = tuple[int, str]
 """(rank, signal): emits are counted per worker, because each worker reports its own total."""
@@ -50,6 +51,7 @@ class RequestRecord:
     """How many of `ranks`, in order, have promised room."""
     received: dict[EmitKey, int] = field(default_factory=dict)
     expected: dict[EmitKey, int] = field(default_factory=dict)
+    times: ChoiceTimes = field(init=False)
     last_emit_at: float | None = None
     is_stopped: bool = False
     """The client's stop string was found: what its text partition still emits is dropped."""
@@ -58,8 +60,15 @@ class RequestRecord:
     num_computed_tokens: int = 0
     """Prompt tokens that were computed, 0 while unknown."""
 
+    def __post_init__(self) -> None:
+        self.times = ChoiceTimes(self.rid)
+
     def has_all_emits(self) -> bool:
         return all(self.received.get(key, 0) >= count for key, count in self.expected.items())
+
+    @property
+    def num_received(self) -> int:
+        return sum(self.received.values())
 
     @property
     def num_cached_tokens(self) -> int:

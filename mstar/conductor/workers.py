@@ -87,6 +87,11 @@ class WorkerTable:
         return min((at + self.watchdog_s for at in heard if at + self.watchdog_s > now), default=None)
 
     @property
+    def connected(self) -> list[int]:
+        """Ranks that a message reaches and that listen."""
+        return [s.rank for s in self.states.values() if s.is_connected and s.is_ready and not s.is_lost]
+
+    @property
     def max_total_tokens(self) -> int | None:
         """Most tokens (prompt and output) that one request can hold on every worker; None: no worker has a bound."""
         bounds = [state.max_total_tokens for state in self.states.values() if state.max_total_tokens > 0]

@@ -85,7 +85,8 @@ class MediaConfig(Section):
 
 class ServerConfig(Section):
     """The HTTP side. `api_keys` empty: no key is asked for. Times are seconds. `preprocess_workers`: processes that
-    render templates and tokenize. `served_names`: further names that `model` may have in a request."""
+    render templates and tokenize. `served_names`: further names that `model` may have in a request. `log_format`: how
+    all processes write their log."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
@@ -97,6 +98,7 @@ class ServerConfig(Section):
     step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     preprocess_workers: Annotated[int, Field(ge=1)] = 1
+    log_format: Literal["text", "json"] = "text"
     cors_origins: tuple[str, ...] = ()
     media: MediaConfig = MediaConfig()
 

@@ -25,7 +25,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()  # a crash of native code leaves the stacks of all threads in the log
     name = "front" if spec.role == "front" else f"worker {spec.rank}"
-    configure_log(name, spec.log_level)
+    configure_log(name, spec.log_level, spec.log_format)
     if spec.role == "front":
         # Imported here: a worker does not need the web framework, and the front must stay free of torch.
         from mstar.launch.front_process import run_front_process as run  # noqa: PLC0415

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from mstar.launch.deployment import DeploymentFacts
+from mstar.process_log import LogFormat
 
 
 class PeerAddress(msgspec.Struct, frozen=True):
@@ -38,6 +39,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[PeerAddress, ...] = ()
     listen_fd: int | None = None
     log_level: str = "info"
+    log_format: LogFormat = "text"
 
 
 class Child:

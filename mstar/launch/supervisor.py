@@ -149,6 +149,7 @@ class Supervisor:
             ),
             listen_fd=self._listener.fileno() if is_front else None,
             log_level=envs.LOG_LEVEL.get(),
+            log_format=self._deployment.config.server.log_format,
         )
         post.child = start_child(spec)
         self._bus.connect(peer_name(post.rank), spec.address)

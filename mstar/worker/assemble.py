@@ -31,6 +31,7 @@ from mstar.worker.preemption import Preemption
 from mstar.worker.requests import RequestTable
 from mstar.worker.rid_table import RidTable
 from mstar.worker.step_counters import StepCounters
+from mstar.worker.step_log import StepLog
 from mstar.worker.teardown import Teardown
 from mstar.worker.walks import WalkRunner
 from mstar.worker.worker import Worker, WorkerParts
@@ -131,6 +132,7 @@ def assemble_worker(
         rank=rank,
         capacity=settings.capacity,
     )
+    step_log = StepLog(rids, rank)
     inbox = Inbox(
         rids=rids,
         requests=requests,
@@ -141,6 +143,7 @@ def assemble_worker(
         transport=transport,
         walks=walks,
         outbox=outbox,
+        step_log=step_log,
     )
     teardown = Teardown(rids=rids, requests=requests, admission=admission, graph=graph, store=store, inbox=inbox)
     limits = StepLimits(settings.max_rows, settings.max_step_tokens)
@@ -170,6 +173,7 @@ def assemble_worker(
         preemption=preemption,
         teardown=teardown,
         counters=StepCounters(gauges, totals.gauges, requests.prompt_computed, _caching_nodes(specs)),
+        step_log=step_log,
         age=StepAge(),
     )
     return Worker(parts, overlap=settings.overlap, clock=totals if clock is None else clock), parts

@@ -14,6 +14,7 @@ from itertools import count
 from mstar.communication import host_tensors
 from mstar.communication.messages import (
     AckFrame,
+    AskSteps,
     EdgeFrame,
     Hello,
     Open,
@@ -37,6 +38,7 @@ from mstar.worker.parking import Parking
 from mstar.worker.preemption import Preemption
 from mstar.worker.requests import Request, RequestTable
 from mstar.worker.rid_table import RidTable, TableFull
+from mstar.worker.step_log import StepLog
 from mstar.worker.walks import WalkRunner
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Inbox:
         transport: Transport,
         walks: WalkRunner,
         outbox: Outbox,
+        step_log: StepLog,
     ) -> None:
         self._rids = rids
         self._requests = requests
@@ -67,6 +70,7 @@ class Inbox:
         self._transport = transport
         self._walks = walks
         self._outbox = outbox
+        self._step_log = step_log
         self._parking = Parking(graph, rids, store)
         self._arrivals = count()
         self._routed = Routed()
@@ -100,6 +104,8 @@ class Inbox:
                 self._unpersist(message)
             case Remove():
                 self._remove(message)
+            case AskSteps():
+                self._outbox.report(self._step_log.report(message))
             case PeerUp():
                 self._transport.peer_up(message)
             case PeerLost():

@@ -13,7 +13,16 @@ import numpy as np
 from mstar.communication import host_tensors
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.bus import Bus
-from mstar.communication.messages import EmitFrame, Fail, HostTensor, Message, Opened, TokenLogprobs, WalkDone
+from mstar.communication.messages import (
+    EmitFrame,
+    Fail,
+    HostTensor,
+    Message,
+    Opened,
+    StepReport,
+    TokenLogprobs,
+    WalkDone,
+)
 from mstar.communication.tensor_store import TensorStore
 from mstar.communication.transport import Transport
 from mstar.engine.execution import Step
@@ -56,6 +65,9 @@ class Outbox:
 
     def opened(self, rid: str) -> None:
         self._cold.append(Opened(rid=rid, rank=self._rank))
+
+    def report(self, steps: StepReport) -> None:
+        self._cold.append(steps)
 
     def count(self, routed: Routed) -> None:
         """Count what a step emits, before a walk that ends with it reports how much there was."""

@@ -27,6 +27,7 @@ from mstar.worker.micro_scheduler import MicroScheduler
 from mstar.worker.outbox import Outbox
 from mstar.worker.preemption import Preemption
 from mstar.worker.step_counters import StepCounters
+from mstar.worker.step_log import StepLog
 from mstar.worker.teardown import Teardown
 from mstar.worker.walks import WalkRunner
 
@@ -48,6 +49,7 @@ class WorkerParts:
     preemption: Preemption
     teardown: Teardown
     counters: StepCounters
+    step_log: StepLog
     age: StepAge
 
 
@@ -289,6 +291,7 @@ class Worker:
         parts.outbox.count(routed)
         parts.walks.follow(routed)
         parts.outbox.flush(cur, routed)
+        parts.step_log.ended(cur)
         parts.teardown.step_ended(handles)
 
     def abandon(self, nxt: Step) -> None:

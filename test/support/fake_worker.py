@@ -9,10 +9,13 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mstar import __version__
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.bus import Bus
 from mstar.communication.messages import (
+    AskSteps,
     EmitFrame,
     Fail,
     Heartbeat,
@@ -26,6 +29,7 @@ from mstar.communication.messages import (
     Remove,
     SamplingParams,
     StartWalk,
+    StepReport,
     Stop,
     TokenLogprobs,
     ToWorker,
@@ -51,9 +55,10 @@ class Row:
 
 @dataclass
 class FakeWorker:
-    """`signal`: the emitted signal. `step_s`: pause between steps. `is_paused`: no steps while true. `is_silent`: no
-    heartbeats. `num_queued`: requests that it says wait for room. `num_cached`: prompt tokens that a request finds
-    computed. `received`: every message from the front. `num_open`: requests that hold something here."""
+    """`signal`: the emitted signal. `step_s`: pause between steps. `is_paused`: no steps while true. `is_silent`:
+    no heartbeats. `num_queued`: requests that it says wait for room. `num_cached`: prompt tokens that a request
+    finds computed. `report`: what it answers who asks for its steps; None: nothing. `received`: every message from
+    the front. `num_open`: requests that hold something here."""
 
     bus: Bus[ToWorker]
     script: Script
@@ -68,6 +73,7 @@ class FakeWorker:
     num_queued: int = 0
     num_cached: Callable[[OpenRequest], int] = lambda _: 0
     logprobs: Callable[[int, SamplingParams], TokenLogprobs | None] | None = None
+    report: StepReport | None = None
     received: list[ToWorker] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
@@ -182,6 +188,9 @@ class FakeWorker:
                     self.rows.pop(rid, None)
                     self.opened.discard(rid)
                     self.beat()
+                case AskSteps(ask=ask):
+                    if self.report is not None:
+                        self.say(msgspec.structs.replace(self.report, ask=ask))
                 case PeerUp(rank=rank, address=address):
                     self.bus.connect(peer_name(rank), address)
         if self.rows:

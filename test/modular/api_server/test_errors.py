@@ -11,7 +11,7 @@ from support.running_front import MODEL, RunningFront
 
 from mstar.api_server.app import create_app
 from mstar.api_server.front_state import FrontState
-from mstar.api_server.log_format import EscapingFormatter
+from mstar.process_log import TextFormatter
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -205,7 +205,7 @@ def test_control_characters_never_reach_the_log_raw(tmp_path: Path):
     """E25: a forged line, terminal escapes, and a traceback whose message forges a line."""
     logger = logging.Logger("test")
     handler = logging.FileHandler(tmp_path / "log")
-    handler.setFormatter(EscapingFormatter())
+    handler.setFormatter(TextFormatter("front"))
     logger.addHandler(handler)
     logger.info("prompt %s", "a\r\n2030-01-01 ERROR forged\x1b[31m\x00\x85\u2028\t\u202e\U000e0041é你\ud800")
     try:

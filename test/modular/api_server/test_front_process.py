@@ -275,3 +275,25 @@ def test_the_log_has_no_raw_control_characters(healthy: FrontChild):
     healthy.wait_until(lambda: "forged" in healthy.log())
     assert not any(ord(c) < 0x20 and c != "\n" for c in healthy.log())
     assert not any(line.startswith(("2030", "forged")) for line in healthy.log().splitlines())
+
+
+def test_each_request_has_a_line_in_the_log(tmp_path: Path):
+    with FrontChild(tmp_path, reply, log_format="json") as front:
+        assert front.http.post(CHAT, json=BODY | {"n": 2}, headers={"x-request-id": "mine"}).status_code == 200
+        assert front.http.post(CHAT, json=BODY | {"model": "no"}, headers={"x-request-id": "wrong"}).status_code == 404
+        with front.http.stream("POST", CHAT, json=BODY | {"stream": True}, headers={"x-request-id": "flows"}) as stream:
+            stream.read()
+        assert front.http.get("/metrics").status_code == 200
+
+        def lines() -> dict[str, dict]:
+            told = map(json.loads, front.log().splitlines())
+            return {line["request_id"]: line for line in told if "seconds" in line}
+
+        front.wait_until(lambda: lines().keys() == {"mine", "wrong", "flows"})
+        mine, wrong, flows = (lines()[name] for name in ("mine", "wrong", "flows"))
+        assert (mine["process"], mine["method"], mine["path"], mine["status"]) == ("front", "POST", CHAT, 200)
+        assert mine["outcome"] == flows["outcome"] == "stop" and len(mine["choices"]) == 2
+        assert mine["prompt_tokens"] == flows["prompt_tokens"] > 0
+        assert mine["outputs"] == 2 * flows["outputs"] == 2 * len(reply(None))
+        assert 0 < flows["first_output_s"] <= flows["seconds"] < 10
+        assert wrong["status"] == 404 and "outcome" not in wrong

@@ -150,7 +150,7 @@ def test_a_reply_that_cannot_be_understood_fails_one_request(monkeypatch: pytest
 
 
 def test_a_replacement_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
-    def no_process() -> None:
+    def no_process(_: str) -> None:
         raise OSError("no descriptor left")
 
     async def use(pool: PreprocessPool) -> None:
