@@ -205,7 +205,8 @@ def test_idling_while_something_waits_is_seen(tmp_path: Path, monkeypatch: pytes
 def test_an_error_in_the_log_is_seen(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text(
-        "12:00:00 I front: all is well\n12:00:00 W worker 0: kv holds 224 tokens, fewer than max_seq_len (256): so\n12:00:01 W worker 0: LLM: out of memory with 3 rows: injected\n"
+        "12:00:00 I front: all is well\n12:00:00 W worker 0: kv holds 224 tokens, fewer than max_seq_len (256): so\n"
+        "12:00:01 W worker 0: LLM: out of memory with 3 rows: injected\n"
         "12:00:02 E worker 0: 2 rows fail: slot 3\n  more\n12:00:03 E worker 0: worker 1 was killed by signal 9\n"
     )
     assert unexpected_records(log, had_kills=True) == ["12:00:02 E worker 0: 2 rows fail: slot 3\n  more"]
