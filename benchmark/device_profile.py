@@ -13,7 +13,7 @@ from benchmark.engine_runs import Shape, submit, tick
 from mstar.launch.local import LocalInstance
 
 DECODE_STEPS = 24
-MOST_SHOWN = 14
+MOST_SHOWN = 24
 
 
 class Span(NamedTuple):
@@ -82,5 +82,5 @@ def busy_us(spans: Iterable[Span]) -> float:
 
 def text(profiled: dict[str, Any]) -> str:
     lines = [f"  device {profiled['busy_us']} us a step, {profiled['launches']} launches"]
-    lines += [f"  {one['us']:>10} us {one['calls']:>7} x {one['name'][:90]}" for one in profiled["kernels"]]
+    lines += [f"  {one['us']:>10} us {one['calls']:>7} x {one['name'][:90]}" for one in profiled["kernels"][:12]]
     return "\n".join(lines)

@@ -17,7 +17,7 @@ import torch
 import typer
 
 from benchmark import device_profile
-from benchmark.engine_runs import SAMPLED, STREAMS, Shape, interference, report, run
+from benchmark.engine_runs import GREEDY, SAMPLED, STREAMS, Shape, interference, report, run
 from benchmark.http_rows import http_rows
 from benchmark.results import RESULTS, load_average, machine, write_result
 from mstar import envs
@@ -123,7 +123,7 @@ def _in_process(
     instance = LocalInstance(resolve_deployment(config, cache_dir=envs.CACHE_DIR.get()), clock=recorder)
     result["start_s"] = round(time.perf_counter() - begin, 1)
     print(f"{result['model']} on {result['hardware']}: ready after {result['start_s']} s", flush=True)
-    print("kind     via    tokens        conc   out tok/s    ITL ms   TTFT ms   prefill tok/s   host us   wait us")
+    print("kind     via    tokens    conc   out tok/s    ITL ms   TTFT ms   prefill tok/s   host us   wait us")
     for shape in wanted:
         run(instance, recorder, shape, seed=0)  # what it needs is there afterwards
         row = report(shape, [run(instance, recorder, shape, seed) for seed in range(1, result["repeats"] + 1)])
@@ -135,16 +135,16 @@ def _in_process(
     if profile and torch_device(config).type == "cuda":
         for shape, row in zip(wanted, result["rows"], strict=True):
             row["device"] = device_profile.profile(instance, shape)
-            print(f"{shape.kind} {shape.conc} {shape.how}\n{device_profile.text(row['device'])}", flush=True)
+            print(f"{shape.kind} {shape.conc} {shape.sampling.how}\n{device_profile.text(row['device'])}", flush=True)
     vocab_size = instance.model.vocab_size()
     instance.close()
     return vocab_size
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    sampling = row["sampling"].split()[0]
+    sampling = "greedy" if row["sampling"] == GREEDY.how else "sampled"
     return (
-        f"{row['kind']:<9}{row['via']:<7}{sampling:<12}{row['conc']:>6}{row['out_tok_s']:>12.1f}{row['itl_ms']:>10.3f}"
+        f"{row['kind']:<9}{row['via']:<7}{sampling:<8}{row['conc']:>6}{row['out_tok_s']:>12.1f}{row['itl_ms']:>10.3f}"
         f"{row['ttft_ms']:>10.2f}{row['prefill_tok_s']:>16.1f}"
         f"{row.get('host_total_us', ''):>10}{row.get('wait_us', ''):>10}"
         + "".join(f"  {who} {cost} us/token" for who, cost in row.get("cpu_us_per_token", {}).items())

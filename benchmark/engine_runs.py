@@ -30,6 +30,10 @@ class Sampling(NamedTuple):
     temperature: float
     top_p: float = 1.0
 
+    @property
+    def how(self) -> str:
+        return "greedy" if self.temperature == 0 else f"temperature {self.temperature}, top-p {self.top_p}"
+
 
 GREEDY = Sampling(0.0)
 SAMPLED = Sampling(0.8, 0.95)
@@ -47,12 +51,6 @@ class Shape(NamedTuple):
     @property
     def num_outputs(self) -> int:
         return self.conc * self.outlen
-
-    @property
-    def how(self) -> str:
-        if self.sampling == GREEDY:
-            return "greedy"
-        return f"temperature {self.sampling.temperature}, top-p {self.sampling.top_p}"
 
 
 class Times(NamedTuple):
@@ -140,7 +138,7 @@ def report(shape: Shape, times: Sequence[Times], via: str = "engine") -> dict[st
     row = {
         "kind": shape.kind,
         "via": via,
-        "sampling": shape.how,
+        "sampling": shape.sampling.how,
         "conc": shape.conc,
         "inlen": shape.inlen,
         "outlen": shape.outlen,

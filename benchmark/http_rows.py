@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 
 from benchmark.engine_runs import Shape, Times, report
 from benchmark.front_bench import cpu_s
 from benchmark.local_server import ROOT, LocalServer, serving
 from benchmark.results import spread
 from mstar.model.loader.tokenizer_files import TOKENIZER_FILE
-from mstar.model.loader.tokenizer_training import build_tokenizer
 
-NUM_ADDED = 256
-"""Ids of the model that the tokenizer leaves out, as published ones do."""
 START_TIMEOUT_S = 400
 
 
@@ -61,8 +59,11 @@ def _cpu_us(server: LocalServer) -> dict[str, float]:
 
 
 def write_text_side(directory: Path, vocab_size: int) -> None:
-    """A checkpoint that has a tokenizer, for a model that draws its weights itself: a server turns tokens into text."""
-    tokenizer = build_tokenizer(max(256, vocab_size - NUM_ADDED), {}, split=r"\s?\S+|\s+")
+    """A checkpoint that has a tokenizer and no weights, for a model that draws them itself. Every token is a word with
+    a space before it, so that each that is generated makes a piece of text; the way back is not needed."""
+    words = {f"\u0120w{index}": index for index in range(vocab_size)}  # U+0120 stands for a space
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / TOKENIZER_FILE))
     save_file({"none": torch.zeros(1)}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
