@@ -17,7 +17,7 @@ from mstar.api_server import operations, token_routes
 from mstar.api_server.errors import error_response, param_name
 from mstar.api_server.front_state import FrontState, front_of, request_id_of
 from mstar.api_server.gate import Gate
-from mstar.api_server.openai import completions, models
+from mstar.api_server.openai import completions, embeddings, models
 from mstar.api_server.openapi import build_openapi
 from mstar.conductor.events import Failure, RefusedError
 
@@ -34,7 +34,7 @@ def create_app(front: FrontState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.front = front
-    for router in (completions.router, models.router, token_routes.router, operations.router):
+    for router in (completions.router, embeddings.router, models.router, token_routes.router, operations.router):
         app.include_router(router)
     app.add_exception_handler(RefusedError, _on_refused)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -68,9 +68,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.NOT_FOUND:
-        served = ", ".join(front_of(request).handle.facts.card.endpoints)
-        message = f"There is no {request.method} {request.url.path}. This model answers {served}."
-        return error_response(Failure(404, "not_found", message), headers)
+        return error_response(front_of(request).no_route(request.method, request.url.path), headers)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} does not take {request.method}, but {headers.get('Allow', '')}."
         return error_response(Failure(405, "method_not_allowed", message), headers)

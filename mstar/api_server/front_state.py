@@ -66,6 +66,15 @@ class FrontState:
             message = f"The model '{name[:MAX_SHOWN]}' does not exist; this server has {served}."
             raise RefusedError(Failure(404, "model_not_found", message, "model"))
 
+    def check_route(self, method: str, path: str) -> None:
+        """Raises `RefusedError` (404) for a route that this model does not answer."""
+        if path not in self.handle.facts.card.endpoints:
+            raise RefusedError(self.no_route(method, path))
+
+    def no_route(self, method: str, path: str) -> Failure:
+        served = ", ".join(self.handle.facts.card.endpoints)
+        return Failure(404, "not_found", f"There is no {method} {path}. This model answers {served}.")
+
     def text_side(self) -> tuple[Tokenizer, TokenTexts]:
         """Raises `RefusedError` (400) when the model has no tokenizer."""
         if self.tokenizer is None or self.token_texts is None:
@@ -75,6 +84,11 @@ class FrontState:
 
 def front_of(request: Request) -> FrontState:
     return request.app.state.front
+
+
+async def only_if_answered(request: Request) -> None:
+    """For routes that some models only answer."""
+    front_of(request).check_route(request.method, request.url.path)
 
 
 def request_id_of(request: Request) -> str:

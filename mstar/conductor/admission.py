@@ -31,7 +31,7 @@ def check_choices(request: GenerateRequest, most: int) -> None:
     """
     if request.num_results > most:
         message = f"{request.num_results} choices are more than the {most} that this server runs and queues at once."
-        field = "n" if request.num_choices > 1 else _prompt_field(request.prompts[0])
+        field = "n" if request.num_choices > 1 else request.prompts[0].sent_as
         raise RefusedError(Failure(400, "too_many_choices", message, param=field))
 
 
@@ -43,7 +43,7 @@ def check_prompt_length(prompt: PromptInput, max_seq_len: int) -> None:
         num_chars = len(prompt.text or "") + sum(_num_chars(message.content) for message in prompt.messages)
         at_least = num_chars // MAX_CHARS_PER_TOKEN
     if at_least >= max_seq_len:
-        raise RefusedError(_too_long(max_seq_len, f"at least {at_least} tokens", _prompt_field(prompt)))
+        raise RefusedError(_too_long(max_seq_len, f"at least {at_least} tokens", prompt.sent_as))
 
 
 def grant_tokens(request: GenerateRequest, num_prompt: int, max_seq_len: int, max_total: int | None) -> int:
@@ -53,7 +53,7 @@ def grant_tokens(request: GenerateRequest, num_prompt: int, max_seq_len: int, ma
         RefusedError: 400, because prompt or prompt and output together do not fit.
     """
     asked, wanted = request.max_tokens, _wanted(request)
-    field = _prompt_field(request.prompts[0])
+    field = request.prompts[0].sent_as
     if num_prompt >= max_seq_len:
         raise RefusedError(_too_long(max_seq_len, f"{num_prompt} tokens", field))
     if num_prompt + wanted > max_seq_len:
@@ -82,10 +82,6 @@ def _num_chars(content: Content) -> int:
     if isinstance(content, str):
         return len(content)
     return sum(len(part) for part in content if isinstance(part, str))
-
-
-def _prompt_field(prompt: PromptInput) -> str:
-    return "messages" if prompt.kind == "chat" else "prompt"
 
 
 def _too_long(max_seq_len: int, prompt_has: str, field: str, num_wanted: int = 0) -> Failure:

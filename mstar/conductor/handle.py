@@ -52,6 +52,7 @@ class ModelFacts:
     parameters: type[BaseModel]
     input_modalities: tuple[str, ...]
     output_format: OutputFormat
+    embedding_size: int | None
 
     @classmethod
     def of(cls, model: Model) -> ModelFacts:
@@ -63,6 +64,7 @@ class ModelFacts:
             parameters=model.parameter_schema(),
             input_modalities=tuple(model.input_modalities()),
             output_format=model.output_format(),
+            embedding_size=model.embedding_size(),
         )
 
 

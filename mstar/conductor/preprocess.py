@@ -165,8 +165,7 @@ class PreprocessPool:
                 arrays = {name: to_numpy(tensor) for name, tensor in inputs.items()}
                 return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media, opens)
             case PromptRefused(message=message, field=field, code=code):
-                param = field or ("messages" if prompt.kind == "chat" else "prompt")
-                raise RefusedError(Failure(400, code, message, param=param))
+                raise RefusedError(Failure(400, code, message, param=field or prompt.sent_as))
             case PromptFailed(message=message):
                 raise RefusedError(Failure(500, "preprocess_failed", f"The prompt could not be prepared: {message}"))
             case other:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
 from mstar.communication.messages import SamplingParams
-from mstar.model.base import ChatMessage, NoParameters
+from mstar.model.base import ChatMessage, NoParameters, PromptKind
 
 MASK_64 = (1 << 64) - 1
 
@@ -19,7 +19,7 @@ MASK_64 = (1 << 64) - 1
 class PromptInput:
     """One prompt. At most one of `messages`, `text`, `token_ids` is set; `inputs` are arrays by signal name."""
 
-    kind: Literal["chat", "completion", "native"]
+    kind: PromptKind
     messages: tuple[ChatMessage, ...] = ()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -27,6 +27,11 @@ class PromptInput:
     continue_final_message: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sent_as(self) -> str:
+        """The field of a request that has it."""
+        return {"chat": "messages", "embedding": "input"}.get(self.kind, "prompt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ from mstar.communication.messages import MediaSpan
 from mstar.graph.base import Walks
 from mstar.streaming.topology import PartitionTopology
 
+TEXT_ENDPOINTS = ("/v1/chat/completions", "/v1/completions")
+"""Of a model that writes text."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
@@ -37,7 +40,7 @@ class ModelCard:
     default_checkpoint: str = ""
     modalities_in: tuple[str, ...] = ("text",)
     modalities_out: tuple[str, ...] = ("text",)
-    endpoints: tuple[str, ...] = ("/v1/chat/completions", "/v1/completions")
+    endpoints: tuple[str, ...] = TEXT_ENDPOINTS
     random_checkpoint: str = ""
     published_config: str = ""
 
@@ -114,11 +117,15 @@ class NoParameters(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+PromptKind = Literal["chat", "completion", "native", "embedding"]
+"""What a prompt is for. Of an `embedding` not the text's continuation is wanted, but what the model makes of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
     """Input of `process_prompt`. One of `messages`, `text` and `token_ids` is set (none for a model without text)."""
 
-    kind: Literal["chat", "completion", "native"]
+    kind: PromptKind
     messages: tuple[ChatMessage, ...] = ()
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
@@ -219,6 +226,11 @@ class Model(ABC):
 
     def vocab_size(self) -> int:
         return 0
+
+    def embedding_size(self) -> int | None:
+        """Numbers of an embedding, for a model that answers prompts of the kind `embedding` with one emitted tensor of
+        as many fp32 numbers and of length 1."""
+        return None
 
     def output_format(self) -> OutputFormat:
         """How chat answers are taken apart."""

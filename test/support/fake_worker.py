@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from mstar import __version__
 from mstar.communication.address import FRONT_RANK, peer_name
 from mstar.communication.bus import Bus
+from mstar.communication.host_tensors import from_numpy
 from mstar.communication.messages import (
     AskSteps,
     EmitFrame,
     Fail,
     Heartbeat,
     Hello,
+    HostTensor,
     Message,
     Open,
     Opened,
@@ -38,6 +41,7 @@ from mstar.communication.messages import (
 from mstar.communication.wire import schema_hash
 
 BEAT_S = 0.1
+EMBEDDING = np.full(4, 0.5, np.float32)
 Script = Callable[[OpenRequest], Iterable[int]]
 
 
@@ -56,9 +60,10 @@ class Row:
 @dataclass
 class FakeWorker:
     """`signal`: the emitted signal. `step_s`: pause between steps. `is_paused`: no steps while true. `is_silent`:
-    no heartbeats. `num_queued`: requests that it says wait for room. `num_cached`: prompt tokens that a request
-    finds computed. `report`: what it answers who asks for its steps; None: nothing. `received`: every message from
-    the front. `num_open`: requests that hold something here."""
+    no heartbeats. `embedding`: of requests for one (None: they wait for ever). `num_queued`: requests that it says
+    wait for room. `num_cached`: prompt tokens that a request finds computed. `report`: what it answers who asks for
+    its steps; None: nothing. `received`: every message from the front. `num_open`: requests that hold something
+    here."""
 
     bus: Bus[ToWorker]
     script: Script
@@ -74,6 +79,7 @@ class FakeWorker:
     num_cached: Callable[[OpenRequest], int] = lambda _: 0
     logprobs: Callable[[int, SamplingParams], TokenLogprobs | None] | None = None
     report: StepReport | None = None
+    embedding: Callable[[OpenRequest], HostTensor] | None = lambda _: from_numpy(EMBEDDING)
     received: list[ToWorker] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
@@ -175,6 +181,9 @@ class FakeWorker:
                 case Open(rid=rid):
                     self.opened.add(rid)
                     self.say(Opened(rid=rid, rank=self.rank))
+                case StartWalk(rid=rid, walks=("embed",), open=OpenRequest() as opening):
+                    self.opened.add(rid)
+                    self._embed(message, opening)
                 case StartWalk(rid=rid, open=OpenRequest() as opening):
                     self.opened.add(rid)
                     num_prompt = 0 if opening.prompt_ids is None else opening.prompt_ids.shape[0]
@@ -195,6 +204,23 @@ class FakeWorker:
                     self.bus.connect(peer_name(rank), address)
         if self.rows:
             self._schedule()
+
+    def _embed(self, start: StartWalk, opening: OpenRequest) -> None:
+        if self.embedding is None:
+            return
+        frame = EmitFrame(
+            src=self.rank,
+            rids=[],
+            signals=[],
+            tokens=[],
+            tensor_rids=[start.rid],
+            tensor_signals=["embedding"],
+            tensors=[self.embedding(opening)],
+        )
+        done = WalkDone(
+            rid=start.rid, partition=start.partition, rank=self.rank, reason="length", emits={"embedding": 1}
+        )
+        self.say(frame, done)
 
     def _schedule(self) -> None:
         if self._loop is not None and not self._is_due and not self.is_paused and self.rows:

@@ -17,9 +17,9 @@ from mstar.api_server.openai.chat_messages import chat_messages
 from mstar.api_server.openai.chat_schema import ChatRequest, ToolFields
 from mstar.api_server.openai.completion_schema import MAX_PROMPTS, CompletionRequest
 from mstar.api_server.openai.fields import GenerationFields
+from mstar.api_server.openai.prompts import prompt_inputs, vocabulary_id
 from mstar.api_server.stop_strings import StopAutomaton
 from mstar.communication.messages import SamplingParams
-from mstar.conductor.admission import check_prompt_length
 from mstar.conductor.events import RefusedError
 from mstar.conductor.handle import ModelFacts
 from mstar.conductor.request import GenerateRequest, PromptInput
@@ -84,7 +84,7 @@ def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str)
         raise bad_request("best_of is only supported when it equals n.", "best_of")
     clamps = body.max_tokens is None
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    prompts = _completion_prompts(body, facts)
+    prompts = prompt_inputs(body.prompt, "completion", facts)
     return _text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
 
 
@@ -144,7 +144,7 @@ def _text_request(
     min_tokens = body.min_tokens or 0
     if min_tokens > (facts.max_seq_len if max_tokens is None else max_tokens):
         raise bad_request(f"min_tokens is larger than {max_tokens_field}.", "min_tokens")
-    extra_ends = tuple(_vocabulary_id(token, facts, "stop_token_ids") for token in body.stop_token_ids or ())
+    extra_ends = tuple(vocabulary_id(token, facts, "stop_token_ids") for token in body.stop_token_ids or ())
     ends = dict.fromkeys((*(() if body.ignore_eos else facts.stop_token_ids), *extra_ends))
     biases = {_bias_id(key, facts): value for key, value in (body.logit_bias or {}).items()}
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -189,31 +189,8 @@ def _text_request(
     )
 
 
-def _completion_prompts(body: CompletionRequest, facts: ModelFacts) -> tuple[PromptInput, ...]:
-    prompt = body.prompt
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        prompt = [prompt]  # type: ignore[list-item]
-    inputs = []
-    for one in prompt:
-        if isinstance(one, str):
-            if not one:
-                raise bad_request("The prompt is empty.", "prompt")
-            inputs.append(PromptInput(kind="completion", text=one))
-        else:
-            check_prompt_length(PromptInput(kind="completion", token_ids=one), facts.max_seq_len)  # type: ignore[arg-type]
-            ids = tuple(_vocabulary_id(token, facts, "prompt") for token in one)  # type: ignore[union-attr]
-            inputs.append(PromptInput(kind="completion", token_ids=ids))
-    return tuple(inputs)
-
-
-def _vocabulary_id(token: int, facts: ModelFacts, field: str) -> int:
-    if not 0 <= token < facts.vocab_size:
-        raise bad_request(f"{field}: token id {token} is outside the vocabulary of {facts.vocab_size}.", field)
-    return token
-
-
 def _bias_id(key: str, facts: ModelFacts) -> int:
     digits = key.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 20 or str(int(key)) != key:
         raise bad_request(f"logit_bias: {key[:40]!r} is not a token id in plain digits.", "logit_bias")
-    return _vocabulary_id(int(key), facts, "logit_bias")
+    return vocabulary_id(int(key), facts, "logit_bias")

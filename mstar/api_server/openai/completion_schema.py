@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -14,6 +14,7 @@ from mstar.api_server.openai.fields import (
     Unsupported,
     at_most,
 )
+from mstar.api_server.openai.prompts import PROMPT_KINDS, prompt_kind
 
 MAX_PROMPTS = 512
 """Also the most choices that one request may have, over all its prompts."""
@@ -22,23 +23,6 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FIRST,
 ListsOfIds = Annotated[
     list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), FIRST, at_most(MAX_PROMPTS, "prompts")
 ]
-PROMPT_KINDS = "it must be a text, its token ids, or a list of either, and not empty"
-
-
-def _prompt_kind(prompt: Any) -> str | None:
-    """By the first element: else every element would be tried as every kind. The tags are no identifiers, so that no
-    error's field name has them."""
-    if isinstance(prompt, str):
-        return "a text"
-    match prompt:
-        case [str(), *_]:
-            return "some texts"
-        case [list(), *_]:
-            return "lists of ids"
-        case [int(), *_]:
-            return "token ids"
-        case _:
-            return None
 
 
 class CompletionRequest(GenerationFields):
@@ -49,7 +33,7 @@ class CompletionRequest(GenerationFields):
         | Annotated[TokenIds, Tag("token ids")]
         | Annotated[Texts, Tag("some texts")]
         | Annotated[ListsOfIds, Tag("lists of ids")],
-        Discriminator(_prompt_kind, custom_error_type="prompt_kind", custom_error_message=PROMPT_KINDS),
+        Discriminator(prompt_kind, custom_error_type="prompt_kind", custom_error_message=PROMPT_KINDS),
     ]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Only equal to n.")] | None = None
     echo: Literal[False] | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from mstar.api_server.client_watch import unless_client_leaves
-from mstar.api_server.front_state import FrontState, front_of, new_id, request_id_of
+from mstar.api_server.front_state import FrontState, front_of, new_id, only_if_answered, request_id_of
 from mstar.api_server.json_body import read_json
 from mstar.api_server.openai.adapter import TextRequest, from_chat, from_completion
 from mstar.api_server.openai.chat_messages import chat_media
@@ -18,7 +18,7 @@ from mstar.api_server.openai.shapes import ChatShape, CompletionShape, ResponseS
 from mstar.api_server.openai.text_run import TextRun, TextStreamResponse
 from mstar.api_server.openapi import describe
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(only_if_answered)])
 
 
 @router.post("/v1/chat/completions", **describe(ChatRequest, "Answer a conversation", text="text/event-stream"))

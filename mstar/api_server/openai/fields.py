@@ -78,44 +78,11 @@ class StreamOptions(Schema):
     include_obfuscation: Annotated[Literal[False] | None, Field(description="Not supported.")] = None
 
 
-class GenerationFields(Schema):
-    """What chat and text completions have in common: sampling, lengths, stopping, streaming."""
+class RequestFields(Schema):
+    """What everything has that a model answers: its name, and how the request is to be treated."""
 
     model: str
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[
-        dict[str, Annotated[Finite, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
-        BeforeValidator(_check_biases),
-        Field(description="Token id (as a string) → value added to its logit."),
-    ] = None
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[
-        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS), FIRST] | None,
-        at_most(MAX_STOPS, "strings"),
-        Field(description=f"Up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters that end the text."),
-    ] = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     user: Ignored = None
-
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="0 or -1: no limit.")] | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[
-        Annotated[list[int], Field(max_length=MAX_STOP_TOKENS), FIRST] | None, at_most(MAX_STOP_TOKENS, "ids")
-    ] = None
-    parameters: Annotated[
-        dict[str, Any] | None,
-        at_most(MAX_PAIRS, "entries"),
-        Field(description="The model's own parameters; their schema is in /v1/models."),
-    ] = None
 
     priority: Annotated[
         int | None, Field(ge=-(2**31), le=MAX_INT, description="Lower is served sooner; 0 where none is given.")
@@ -135,6 +102,44 @@ class GenerationFields(Schema):
             description="Seconds from submission after which the request ends with 504; the server's own limit holds "
             "where it is smaller.",
         ),
+    ] = None
+
+
+class GenerationFields(RequestFields):
+    """What chat and text completions have in common: sampling, lengths, stopping, streaming."""
+
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[Finite, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
+        BeforeValidator(_check_biases),
+        Field(description="Token id (as a string) → value added to its logit."),
+    ] = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS), FIRST] | None,
+        at_most(MAX_STOPS, "strings"),
+        Field(description=f"Up to {MAX_STOPS} strings of up to {MAX_STOP_CHARS} characters that end the text."),
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="0 or -1: no limit.")] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[
+        Annotated[list[int], Field(max_length=MAX_STOP_TOKENS), FIRST] | None, at_most(MAX_STOP_TOKENS, "ids")
+    ] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        at_most(MAX_PAIRS, "entries"),
+        Field(description="The model's own parameters; their schema is in /v1/models."),
     ] = None
 
     guided_json: Unsupported = None

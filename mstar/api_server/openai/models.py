@@ -42,6 +42,7 @@ def _entry(front: FrontState, name: str) -> dict[str, Any]:
         "max_model_len": facts.max_seq_len,
         "modalities": {"input": facts.input_modalities, "output": facts.card.modalities_out},
         "endpoints": facts.card.endpoints,
+        "embedding_size": facts.embedding_size,
         "capabilities": {
             "reasoning": facts.output_format.reasoning is not None,
             "tool_calls": facts.output_format.tool_calls is not None,

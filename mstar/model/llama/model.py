@@ -1,4 +1,4 @@
-"""What a Llama declares: one partition of one node, a prefill walk and a decode loop. No torch.
+"""What a Llama declares: one partition of one node, a prefill walk and a decode loop, or a walk that embeds. No torch.
 
 The walk plan is known up front, so the worker goes from prefill to decode alone.
 """
@@ -19,12 +19,13 @@ from mstar.graph.base import (
 )
 from mstar.model.base import Model, ModelSetup, PartitionPlan, PreparedPrompt, PromptRequest, WalkPlan
 from mstar.model.llama.config import LlamaConfig
-from mstar.model.text_prompt import TextPrompts
+from mstar.model.text_prompt import EMBEDS, TextPrompts
 from mstar.streaming.topology import Partition, PartitionTopology
 
 NODE = "LLM"
 PARTITION = "text"
 DECODE_STEPS = "decode_steps"
+EMBED = "embed"
 
 
 class LlamaModel(Model):
@@ -43,10 +44,11 @@ class LlamaModel(Model):
             "decode": Loop(
                 GraphNode(NODE, ("token",), (GraphEdge(NODE, "token"), emit)), LoopLimit(DECODE_STEPS), name="decode"
             ),
+            EMBED: GraphNode(NODE, (), (GraphEdge(EMIT_TO_CLIENT, "embedding", output_modality="embedding"),)),
         }
 
     def partitions(self) -> PartitionTopology:
-        return PartitionTopology((Partition(PARTITION, ("prefill", "decode")),))
+        return PartitionTopology((Partition(PARTITION, tuple(self.walks())),))
 
     def get_node_resources(self) -> Sequence[NodeResourceSpec]:
         c = self.config
@@ -68,6 +70,8 @@ class LlamaModel(Model):
 
     def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan:
         """Prefill samples the first token, decode the others."""
+        if prompt.step_metadata.get(EMBEDS):
+            return WalkPlan((PartitionPlan(PARTITION, (EMBED,)),), {})
         return WalkPlan((PartitionPlan(PARTITION, ("prefill", "decode")),), {DECODE_STEPS: max_tokens - 1})
 
     def stop_token_ids(self) -> Sequence[int]:
@@ -75,3 +79,6 @@ class LlamaModel(Model):
 
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    def embedding_size(self) -> int:
+        return self.config.hidden_size

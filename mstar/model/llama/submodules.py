@@ -11,7 +11,15 @@ import numpy as np
 
 from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, CudaGraphConfig, PackedCudaGraphConfig
-from mstar.engine.step import AttentionStep, KVStep, PositionStep, Rows, SamplerStep, SubmoduleStep
+from mstar.engine.step import (
+    AttentionStep,
+    KVStep,
+    PositionStep,
+    ResourceStep,
+    Rows,
+    SamplerStep,
+    SubmoduleStep,
+)
 from mstar.engine.submodule import (
     LIVE_TOKEN,
     EngineInputs,
@@ -22,8 +30,10 @@ from mstar.engine.submodule import (
     StopDecision,
 )
 from mstar.layers.linear import pack_weights
+from mstar.layers.pooling import pool_last
 from mstar.layers.sampling import Sampler
 from mstar.model.llama.config import LlamaConfig
+from mstar.model.llama.model import EMBED
 from mstar.model.llama.network import LlamaNetwork
 from mstar.model.loader.load_rules import LoadRules, RenameRule, StackRule
 from mstar.model.loader.module_loading import load_weights
@@ -32,7 +42,7 @@ from mstar.model.submodule_context import SubmoduleContext
 
 
 class LlamaSubmodule(NodeSubmodule):
-    """Prefill: all prompt tokens that the cache does not hold yet. Decode: the token sampled last."""
+    """Prefill and embed: all prompt tokens that the cache does not hold yet. Decode: the token sampled last."""
 
     host_signals = frozenset({"token"})
 
@@ -51,15 +61,20 @@ class LlamaSubmodule(NodeSubmodule):
         return NodeBatch(rows.num_prompt - rows.lengths, np.concatenate(missing))
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
-        return SubmoduleStep(
-            {"kv": KVStep(), "attn": AttentionStep(), "rope": PositionStep(), "sampler": SamplerStep(kept=kept)}, rows
-        )
+        steps: dict[str, ResourceStep] = {"kv": KVStep(), "attn": AttentionStep(), "rope": PositionStep()}
+        if graph_walk != EMBED:
+            steps["sampler"] = SamplerStep(kept=kept)
+        return SubmoduleStep(steps, rows)
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         assert inputs.tokens is not None and inputs.last is not None
+        if graph_walk == EMBED:
+            return {"embedding": pool_last(self.network.forward_hidden(inputs.tokens), inputs.last)}
         return {"token": self.sampler(self.network(inputs.tokens, inputs.last))}
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
+        if graph_walk == EMBED:
+            return []
         stopped = self.sampler.stopped(rows.handles, host_rows["token"]).nonzero()[0]
         if stopped.size == 0:
             return []
@@ -68,6 +83,8 @@ class LlamaSubmodule(NodeSubmodule):
     def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
         if graph_walk == "decode":
             return ChunkingPolicy(batch_with=("prefill",))
+        if graph_walk == EMBED:
+            return ChunkingPolicy(chunked=True, reuse_prefix=True)
         return ChunkingPolicy(chunked=True, keep_final_chunk_samples=True, reuse_prefix=True, recomputable=True)
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:

@@ -19,6 +19,7 @@ from mstar.engine.step import (
     LinearAttentionStep,
     PositionStep,
     RecurrentStep,
+    ResourceStep,
     Rows,
     SamplerStep,
     SubmoduleStep,
@@ -32,8 +33,10 @@ from mstar.engine.submodule import (
     RowColumns,
     StopDecision,
 )
+from mstar.layers.pooling import pool_last
 from mstar.layers.sampling import Sampler
 from mstar.model.qwen3_5.config import MediaTokens
+from mstar.model.qwen3_5.model import EMBED
 from mstar.model.qwen3_5.network import Qwen35Network
 
 FEATURE = "feature"
@@ -43,7 +46,7 @@ accelerators: other cuts would give other last bits."""
 
 
 class LanguageSubmodule(NodeSubmodule):
-    """Prefill: all prompt tokens that the cache does not hold yet. Decode: the token sampled last.
+    """Prefill and embed: all prompt tokens that the cache does not hold yet. Decode: the token sampled last.
 
     `media`: a prompt's tokens of these ids stand for the row's features, in order, which take the place of their
     embeddings. None: there is no vision tower.
@@ -72,17 +75,16 @@ class LanguageSubmodule(NodeSubmodule):
         return NodeBatch(rows.num_prompt - rows.lengths, missing, token_columns=columns)
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
-        return SubmoduleStep(
-            {
-                "kv": KVStep(),
-                "attn": AttentionStep(),
-                "rope": PositionStep(),
-                "state": RecurrentStep(),
-                "delta": LinearAttentionStep(),
-                "sampler": SamplerStep(kept=kept),
-            },
-            rows,
-        )
+        steps: dict[str, ResourceStep] = {
+            "kv": KVStep(),
+            "attn": AttentionStep(),
+            "rope": PositionStep(),
+            "state": RecurrentStep(),
+            "delta": LinearAttentionStep(),
+        }
+        if graph_walk != EMBED:
+            steps["sampler"] = SamplerStep(kept=kept)
+        return SubmoduleStep(steps, rows)
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         assert inputs.tokens is not None and inputs.last is not None
@@ -90,9 +92,13 @@ class LanguageSubmodule(NodeSubmodule):
         features = features_of_rows(inputs)
         if features:
             x = put_features(x, inputs.token_columns[FEATURE], inputs.last, features)
+        if graph_walk == EMBED:
+            return {"embedding": pool_last(self.network.forward_hidden(x), inputs.last)}
         return {"token": self.sampler(self.network(x, inputs.last))}
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
+        if graph_walk == EMBED:
+            return []
         stopped = np.flatnonzero(self.sampler.stopped(rows.handles, host_rows["token"]))
         if stopped.size == 0:
             return []
@@ -101,6 +107,8 @@ class LanguageSubmodule(NodeSubmodule):
     def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
         if graph_walk == "decode":
             return ChunkingPolicy(batch_with=("prefill",))
+        if graph_walk == EMBED:
+            return ChunkingPolicy(chunked=True, align=CUT, reuse_prefix=True)
         if graph_walk != "prefill":
             return None
         return ChunkingPolicy(

@@ -42,7 +42,7 @@ from mstar.model.qwen3_5.config import Qwen35Config
 from mstar.model.qwen3_5.encode_steps import EncodePlan
 from mstar.model.qwen3_5.media_prompt import MediaPrompts, media_of
 from mstar.model.qwen3_5.media_rules import MediaRules
-from mstar.model.text_prompt import TextPrompts
+from mstar.model.text_prompt import EMBEDS, TextPrompts
 from mstar.streaming.topology import Partition, PartitionTopology
 
 LANGUAGE = "LLM"
@@ -52,6 +52,7 @@ DECODE_STEPS = "decode_steps"
 VISION_STEPS = "vision_steps"
 ENCODE = "encode"
 """Both the walk that encodes media and its loop."""
+EMBED = "embed"
 ENCODER_CACHE = "encoded_media"
 THINKING = Markers("<think>", "</think>")
 
@@ -82,7 +83,8 @@ class Qwen35Model(Model):
         if self.config.vision is not None:
             has_features = GraphNode(LANGUAGE, ("features",), (first, emit), optional_inputs=frozenset({"features"}))
             walks = {ENCODE: self._encode_walk(), **walks, "prefill": has_features}
-        return walks
+        embedding = GraphEdge(EMIT_TO_CLIENT, "embedding", output_modality="embedding")
+        return {**walks, EMBED: GraphNode(LANGUAGE, (), (embedding,))}
 
     def _encode_walk(self) -> Loop:
         """The tower's blocks, some in each iteration; the features are whole after the last."""
@@ -153,6 +155,8 @@ class Qwen35Model(Model):
 
     def plan_walks(self, prompt: PreparedPrompt, max_tokens: int) -> WalkPlan:
         """Prefill samples the first token, decode the others."""
+        if prompt.step_metadata.get(EMBEDS):
+            return WalkPlan((PartitionPlan(PARTITION, (EMBED,)),), {})
         limits = {DECODE_STEPS: max_tokens - 1}
         if self.config.vision is None or not prompt.media:
             return WalkPlan((PartitionPlan(PARTITION, ("prefill", "decode")),), limits)
@@ -165,6 +169,9 @@ class Qwen35Model(Model):
 
     def vocab_size(self) -> int:
         return self.config.vocab_size
+
+    def embedding_size(self) -> int:
+        return self.config.hidden_size
 
     def output_format(self) -> OutputFormat:
         return OutputFormat(reasoning=THINKING, tool_calls="function_tags")

@@ -84,7 +84,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, front: RunningFront):
         client.chat.completions.create(model="other", messages=MESSAGES)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=MODEL, input="x")
+        client.images.generate(model=MODEL, prompt="x")
     front.call(front.parts.handle.begin_drain)
     try:
         with pytest.raises(openai.InternalServerError) as draining:

@@ -8,6 +8,7 @@ from support.repository import PACKAGE, ROOT, dotted, package_files, tree
 
 from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
+from mstar.api_server.openai.embedding_schema import EmbeddingRequest
 from mstar.api_server.openapi import ERROR_STATUSES
 
 PAGE = (ROOT / "docs" / "serving.rst").read_text()
@@ -46,6 +47,17 @@ def test_fields_are_documented_for_the_routes_that_take_them():
 def test_documented_names_are_no_refused_ones():
     assert "guided_json" in CompletionRequest.model_fields
     assert "guided_json" not in _supported(CompletionRequest)
+
+
+def _fields_in(heading: str) -> set[str]:
+    """Names in the first cells of the table under `heading`; a cell may have several."""
+    section = PAGE.split(f"\n{heading}\n---")[1].split("\n---")[0]
+    cells = re.findall(r"^   \* - (``.+``)$", section, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"``(\w+)``", cell)}
+
+
+def test_fields_of_other_routes_are_documented():
+    assert _fields_in("Embeddings") == _supported(EmbeddingRequest)
 
 
 def _routes() -> set[str]:

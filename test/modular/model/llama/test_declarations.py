@@ -76,12 +76,12 @@ def test_resources_follow_the_config():
 
 def test_walks_prefill_then_a_decode_loop_of_the_same_node():
     walks = _model().walks()
-    assert [node.name for section in walks.values() for node in nodes_of(section)] == ["LLM", "LLM"]
+    assert [node.name for section in walks.values() for node in nodes_of(section)] == ["LLM"] * 3
     decode = walks["decode"]
     assert isinstance(decode, Loop)
     assert decode.max_iters == LoopLimit("decode_steps")
     partitions = _model().partitions().partitions
-    assert [(p.name, p.walks, p.stream_fed) for p in partitions] == [("text", ("prefill", "decode"), False)]
+    assert [(p.name, p.walks, p.stream_fed) for p in partitions] == [("text", ("prefill", "decode", "embed"), False)]
 
 
 def test_a_plan_counts_the_token_that_prefill_samples():

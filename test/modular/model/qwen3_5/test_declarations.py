@@ -175,12 +175,12 @@ def test_with_a_tower_frequencies_follow_three_positions():
 
 def test_walks_of_a_model_without_a_tower():
     walks = _model().walks()
-    assert [node.name for section in walks.values() for node in nodes_of(section)] == ["LLM", "LLM"]
+    assert [node.name for section in walks.values() for node in nodes_of(section)] == ["LLM"] * 3
     decode = walks["decode"]
     assert isinstance(decode, Loop)
     assert decode.max_iters == LoopLimit("decode_steps")
     partitions = _model().partitions().partitions
-    assert [(p.name, p.walks, p.stream_fed) for p in partitions] == [("text", ("prefill", "decode"), False)]
+    assert [(p.name, p.walks, p.stream_fed) for p in partitions] == [("text", ("prefill", "decode", "embed"), False)]
 
 
 def test_walks_of_a_model_with_a_tower():
@@ -190,6 +190,7 @@ def test_walks_of_a_model_with_a_tower():
         "encode": "Vision",
         "prefill": "LLM",
         "decode": "LLM",
+        "embed": "LLM",
     }
     encode, prefill = walks["encode"], walks["prefill"]
     assert isinstance(encode, Loop) and isinstance(prefill, GraphNode)
@@ -198,7 +199,7 @@ def test_walks_of_a_model_with_a_tower():
     assert prefill.input_names == ("features",)
     assert prefill.optional_inputs == {"features"}
     (partition,) = model.partitions().partitions
-    assert (partition.walks, partition.request_inputs) == (("encode", "prefill", "decode"), ("pixels",))
+    assert (partition.walks, partition.request_inputs) == (("encode", "prefill", "decode", "embed"), ("pixels",))
     compile_walks(walks, model.partitions(), {"LLM": 0, "Vision": 1})
     vision = next(node for node in model.get_node_resources() if node.node == "Vision")
     assert [spec.width for spec in vision.resources if isinstance(spec, EncoderCacheSpec)] == [48]
