@@ -102,6 +102,16 @@ CPU_KERNELS = Knob(
     parse=_choice("auto", "native", "torch"),
     fallback=lambda: "auto",
 )
+API_KEYS = Knob(
+    name="MSTAR_API_KEYS",
+    type="keys",
+    default="none",
+    meaning="API keys that the server accepts beside those of its configuration, with commas between. Here rather than "
+    "in YAML, because a secret has no place in a file that is shared.",
+    reader="mstar.config",
+    parse=lambda text: tuple(key.strip() for key in text.split(",")),
+    fallback=lambda: (),
+)
 LOG_LEVEL = Knob(
     name="MSTAR_LOG_LEVEL",
     type="debug | info | warning | error",
@@ -112,7 +122,7 @@ LOG_LEVEL = Knob(
     fallback=lambda: "info",
 )
 
-KNOBS: tuple[Knob, ...] = (CACHE_DIR, CPU_KERNELS, LOG_LEVEL, SOCKET_DIR, WIRE_CODEC)
+KNOBS: tuple[Knob, ...] = (API_KEYS, CACHE_DIR, CPU_KERNELS, LOG_LEVEL, SOCKET_DIR, WIRE_CODEC)
 
 
 def child_environment(overrides: Mapping[str, str]) -> dict[str, str]:

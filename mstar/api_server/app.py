@@ -40,7 +40,7 @@ def create_app(front: FrontState) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Gate, api_keys=front.api_keys, max_body_bytes=front.max_body_bytes)
+    app.add_middleware(Gate, api_keys=front.api_keys, max_body_bytes=front.max_body_bytes, responses=front.responses)
     if front.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(front.cors_origins), allow_methods=["*"], allow_headers=["*"]

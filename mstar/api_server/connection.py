@@ -109,14 +109,17 @@ class CloseDelimited:
 
 
 class FrontProtocol(HttpToolsProtocol):
-    """`max_connections` holds for the process. A refused connection is answered when its request begins, so that the
-    answer is not lost behind data that nobody reads; a few may wait for that, for a short time.
+    """`max_connections` holds for the process, as do the counts `num_open` and `num_refused`. A refused connection
+    is answered when its request begins, so that the answer is not lost behind data that nobody reads; a few may
+    wait for that, for a short time.
 
     Every request of a connection learns that the client has left, the one that runs as well as those that wait behind
     it, so the connection is read while they do."""
 
     max_connections: ClassVar[int] = 1 << 20
     refused_waiting: ClassVar[int] = 0
+    num_open: ClassVar[int] = 0
+    num_refused: ClassVar[int] = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -125,16 +128,21 @@ class FrontProtocol(HttpToolsProtocol):
         self._unfinished_bytes = 0
         self._is_finished = False
         self._running: RequestResponseCycle | None = None
+        self._is_counted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > FrontProtocol.max_connections:
             self.connections.discard(self)
+            FrontProtocol.num_refused += 1
             if FrontProtocol.refused_waiting >= MAX_REFUSED_WAITING:
                 self._answer_and_close(TOO_MANY)
                 return
             FrontProtocol.refused_waiting += 1
             self._refusal_timer = self.loop.call_later(REFUSED_WAIT_S, self._answer_and_close, TOO_MANY)
+            return
+        self._is_counted = True
+        FrontProtocol.num_open += 1
 
     def data_received(self, data: bytes) -> None:
         if self._refusal_timer is not None:
@@ -148,6 +156,7 @@ class FrontProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_refusal()
+        FrontProtocol.num_open -= self._is_counted
         waiting = [cycle for cycle, _ in self.pipeline]
         self.pipeline.clear()
         for cycle in (*waiting, *(() if self._running is None else (self._running,))):

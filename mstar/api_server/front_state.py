@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +16,7 @@ from mstar.api_server.media import MediaLoader
 from mstar.api_server.token_text import TokenTexts
 from mstar.conductor.events import Failure, RefusedError, RequestStream
 from mstar.conductor.handle import ConductorHandle
+from mstar.config.api_keys import AcceptedKeys
 
 
 class LiveRequests:
@@ -41,17 +42,19 @@ class LiveRequests:
 
 @dataclass(slots=True)
 class FrontState:
-    """`served_names`: what `model` may be in a request. `max_body_bytes`, `api_keys`: as configured. `media`: loads
-    what requests name by URL."""
+    """`served_names`: what `model` may be in a request. `max_body_bytes`: as configured. `media`: loads what requests
+    name by URL."""
 
     handle: ConductorHandle
     tokenizer: Tokenizer | None
     served_names: tuple[str, ...]
     max_body_bytes: int
-    api_keys: tuple[str, ...] = ()
+    api_keys: AcceptedKeys = field(default_factory=AcceptedKeys)
     cors_origins: tuple[str, ...] = ()
     media: MediaLoader = field(default_factory=MediaLoader)
     created: int = field(default_factory=lambda: int(time.time()))
+    responses: Counter[int] = field(default_factory=Counter)
+    """By their status, of all requests so far."""
     live: LiveRequests = field(default_factory=LiveRequests)
     token_texts: TokenTexts | None = None
 

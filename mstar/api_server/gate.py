@@ -11,17 +11,22 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mstar.api_server.errors import error_response
 from mstar.conductor.events import Failure, RefusedError
+from mstar.config.api_keys import AcceptedKeys
 from mstar.process_log import REQUEST
 
 logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/metrics"})
 """Answered without a key: probes and scrapers have none."""
+ADMIN_PATHS = "/debug/"
+"""Where they begin."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -31,10 +36,13 @@ class Gate:
     own, for bodies that need nothing of the layers between. HEAD is answered as GET: the server leaves out the body, by
     the method in its own scope."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: AcceptedKeys, max_body_bytes: int, responses: Counter[int]) -> None:
+        """`responses`: counts each by its status."""
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._keys = _digests(api_keys.keys)
+        self._admin_keys = _digests(api_keys.admin_keys)
         self._max_body_bytes = max_body_bytes
+        self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,25 +71,22 @@ class Gate:
             inner = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
             await self._app(inner, self._limited(receive), send_with_id)
         finally:
+            self._responses[status] += 1
             _log(scope, status, time.monotonic() - began, noted)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
         is_open = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
-        if self._digests and not is_open and not self._knows_key(headers.get(b"authorization", b"")):
-            return Failure(401, "invalid_api_key", "Missing or wrong API key; send it as 'Authorization: Bearer KEY'.")
+        if self._keys and not is_open:
+            digest = _digest_of(headers.get(b"authorization", b""))
+            if not _is_among(digest, self._keys):
+                message = "Missing or wrong API key; send it as 'Authorization: Bearer KEY'."
+                return Failure(401, "invalid_api_key", message)
+            if self._admin_keys and scope["path"].startswith(ADMIN_PATHS) and not _is_among(digest, self._admin_keys):
+                return Failure(403, "no_admin_key", f"{scope['path']} shows what others do and needs an admin's key.")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body_bytes):
             return self._too_large()
         return None
-
-    def _knows_key(self, authorization: bytes) -> bool:
-        """Takes the same time whichever key is right, and wherever a wrong one differs."""
-        scheme, _, key = authorization.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        is_known = False
-        for known in self._digests:
-            is_known |= hmac.compare_digest(known, digest)
-        return is_known and scheme.lower() == b"bearer"
 
     def _limited(self, receive: Receive) -> Receive:
         num_bytes = 0
@@ -99,6 +104,25 @@ class Gate:
 
     def _too_large(self) -> Failure:
         return Failure(413, "body_too_large", f"The body is larger than {self._max_body_bytes} bytes.")
+
+
+def _digests(keys: Sequence[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _digest_of(authorization: bytes) -> bytes:
+    """Of the key in a header; empty where the scheme is another."""
+    scheme, _, key = authorization.partition(b" ")
+    digest = hashlib.sha256(key.strip()).digest()
+    return digest if scheme.lower() == b"bearer" else b""
+
+
+def _is_among(digest: bytes, known: Sequence[bytes]) -> bool:
+    """Takes the same time whichever key is right, and wherever a wrong one differs."""
+    is_known = False
+    for one in known:
+        is_known |= hmac.compare_digest(one, digest)
+    return is_known
 
 
 def _log(scope: Scope, status: int, took_s: float, noted: dict[str, Any]) -> None:

@@ -6,12 +6,13 @@ Nothing is kept here: families are made from plain numbers when somebody asks, i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mstar.api_server.connection import FrontProtocol
 from mstar.conductor.handle import ConductorHandle
 from mstar.conductor.statistics import Histogram
 
@@ -22,8 +23,9 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class FrontCollector(Collector):
     """Families of one front process."""
 
-    def __init__(self, handle: ConductorHandle) -> None:
+    def __init__(self, handle: ConductorHandle, responses: Mapping[int, int]) -> None:
         self._handle = handle
+        self._responses = responses
 
     def collect(self) -> Iterator[Metric]:
         handle, statistics = self._handle, self._handle.statistics
@@ -41,6 +43,12 @@ class FrontCollector(Collector):
             "mstar_generated_tokens", "Tokens received from workers.", value=statistics.num_generated_tokens
         )
         yield _counter("mstar_requests", "Choices by how they ended.", "outcome", statistics.outcomes.items())
+        by_status = [(str(status), count) for status, count in self._responses.items()]
+        yield _counter("mstar_http_responses", "Responses of all routes.", "status", by_status)
+        yield GaugeMetricFamily("mstar_connections", "Open connections of clients.", value=FrontProtocol.num_open)
+        yield CounterMetricFamily(
+            "mstar_refused_connections", "Connections answered 503.", value=FrontProtocol.num_refused
+        )
         yield _counter("mstar_refused_requests", "Requests not taken on.", "code", statistics.refusals.items())
         yield _histogram(
             "mstar_time_to_first_token_seconds", "From submission to a choice's first output.", statistics.first_token_s
@@ -54,9 +62,12 @@ class FrontCollector(Collector):
         yield from worker_families(handle.worker_gauges().items())
 
 
-def render(handle: ConductorHandle) -> bytes:
+def render(handle: ConductorHandle, responses: Mapping[int, int]) -> bytes:
+    """`responses`: counts by status. The front process's own time, memory and descriptors go along, as the client
+    library names them."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(FrontCollector(handle))
+    ProcessCollector(registry=registry)
+    registry.register(FrontCollector(handle, responses))
     return generate_latest(registry)
 
 

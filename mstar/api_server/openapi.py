@@ -30,7 +30,7 @@ ERROR_SCHEMA: dict[str, Any] = {
         }
     },
 }
-ERROR_STATUSES = (400, 401, 404, 413, 415, 429, 499, 500, 503, 504)
+ERROR_STATUSES = (400, 401, 403, 404, 413, 415, 429, 499, 500, 503, 504)
 _described: list[type[BaseModel]] = []
 
 

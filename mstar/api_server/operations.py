@@ -49,7 +49,7 @@ async def version() -> Response:
 @router.get("/metrics", **describe(None, "Prometheus metrics", text="text/plain"))
 async def metrics(request: Request) -> Response:
     front = front_of(request)
-    return Response(render(front.handle), headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(render(front.handle, front.responses), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/debug/trace", **describe(None, "Requests and steps of the last seconds, as a Chrome trace"))

@@ -37,6 +37,7 @@ from mstar.conductor.handle import ConductorHandle
 from mstar.conductor.preprocess import PreprocessPool
 from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
+from mstar.config.api_keys import accepted_keys
 from mstar.model.loader.tokenizer_files import load_tokenizer
 from mstar.model.registry import build_model
 from mstar.process_log import configure_log
@@ -107,7 +108,7 @@ def assemble_front(
         served_names=spec.served_names,
         max_body_bytes=server.max_body_bytes,
         media=MediaLoader(server.media),
-        api_keys=server.api_keys,
+        api_keys=accepted_keys(server),
         cors_origins=server.cors_origins,
     )
     return FrontParts(create_app(state), conductor, handle, pool)

@@ -17,6 +17,7 @@ from mstar.cli.errors import UNUSABLE, show_error
 from mstar.cli.progress import ProgressBars
 from mstar.cli.targets import config_for, server_for
 from mstar.communication.messages import LoadProgress, MemoryPlan
+from mstar.config.api_keys import accepted_keys
 from mstar.config.schema import ServerConfig
 from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.launch.supervisor import StartError, Supervisor, Watchers
@@ -36,6 +37,7 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
     try:
         server = server_for(target, overrides)
         configure_log("mstar", envs.LOG_LEVEL.get(), server.log_format)
+        asks_for_key = bool(accepted_keys(server).keys)
         listener = bind(server)
     except NO_LISTENER as error:
         show_error(console, error)
@@ -66,7 +68,7 @@ def serve_command(target: str, overrides: Sequence[str]) -> int:
         show_error(console, error)
         return 1
     host, port = listener.getsockname()[:2]
-    text = ready_text(deployment, host, port)
+    text = ready_text(deployment, host, port, asks_for_key=asks_for_key)
     if server.log_format == "json":
         logger.info("%s", text.splitlines()[-1])
     else:
@@ -115,12 +117,12 @@ def memory_table(plan: MemoryPlan) -> Table:
     return table
 
 
-def ready_text(deployment: Deployment, host: str, port: int) -> str:
+def ready_text(deployment: Deployment, host: str, port: int, *, asks_for_key: bool) -> str:
     """The ready line, and a request to try, which ends soon with a model that does not end by itself too."""
     at = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     url = f"http://[{at}]:{port}" if ":" in at else f"http://{at}:{port}"
     name = deployment.facts.served_names[0]
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if deployment.config.server.api_keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if asks_for_key else ""
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "temperature": 0, "max_tokens": 64, "messages": [message]}, ensure_ascii=False)
     return (

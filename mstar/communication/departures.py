@@ -38,6 +38,8 @@ class Departures:
         self._debts = debts
         self._failures = failures
         self._waiting: deque[Parcel] = deque()
+        self.num_bytes_sent = 0
+        """Of tensors."""
 
     def __len__(self) -> int:
         """Parcels that wait for room."""
@@ -126,6 +128,7 @@ class Departures:
         columns = []
         for values, room in zip(parcel.values(), rooms, strict=True):
             columns.append(values.write(room))
+            self.num_bytes_sent += values.num_bytes
             self._give_back(values)
         frames: list[Message] = []
         edges, items = parcel.edges, parcel.items

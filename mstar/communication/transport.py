@@ -70,6 +70,11 @@ class Transport:
         """Parcels that wait for room in the arena."""
         return len(self._departures)
 
+    @property
+    def num_bytes_sent(self) -> int:
+        """Of tensors, to all peers."""
+        return self._departures.num_bytes_sent
+
     def take_failures(self) -> list[RowFailure]:
         """What could not be sent or fetched since the last call: these requests cannot go on."""
         if not self._failures:

@@ -84,13 +84,16 @@ class MediaConfig(Section):
 
 
 class ServerConfig(Section):
-    """The HTTP side. `api_keys` empty: no key is asked for. Times are seconds. `preprocess_workers`: processes that
-    render templates and tokenize. `served_names`: further names that `model` may have in a request. `log_format`: how
-    all processes write their log."""
+    """The HTTP side. `api_keys`, with those of `api_keys_file` (one a line, `KEY admin` for one of `admin_keys`)
+    and of the environment: none, no key is asked for. `admin_keys`: those that `/debug/` takes. Times are seconds.
+    `preprocess_workers`: processes that render templates and tokenize. `served_names`: further names that `model`
+    may have in a request. `log_format`: how all processes write their log."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: tuple[str, ...] = ()
+    api_keys_file: str | None = None
+    admin_keys: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     drain_timeout_s: Annotated[float, Field(ge=0)] = 30.0
     request_timeout_s: Annotated[float, Field(gt=0)] | None = None

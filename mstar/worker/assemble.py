@@ -159,6 +159,8 @@ def assemble_worker(
             "mstar_held_requests": float(len(preemption.waiting) - preemption.waiting.num_preempted),
             "mstar_preempted_requests": float(preemption.waiting.num_preempted),
             "mstar_tensors": float(store.num_live),
+            'mstar_transport_bytes_total{path="messages"}': float(bus.counters.num_bytes_sent),
+            'mstar_transport_bytes_total{path="tensors"}': float(transport.num_bytes_sent),
         }
 
     parts = WorkerParts(

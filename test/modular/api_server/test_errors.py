@@ -11,6 +11,7 @@ from support.running_front import MODEL, RunningFront
 
 from mstar.api_server.app import create_app
 from mstar.api_server.front_state import FrontState
+from mstar.config.api_keys import AcceptedKeys
 from mstar.process_log import TextFormatter
 
 CHAT = "/v1/chat/completions"
@@ -137,7 +138,7 @@ def small(front: RunningFront) -> TestClient:
         tokenizer=front.tokenizer,
         served_names=(MODEL,),
         max_body_bytes=1000,
-        api_keys=("right-key", "schlüssel"),
+        api_keys=AcceptedKeys(("right-key", "schlüssel", "root"), ("root",)),
         cors_origins=("https://a.example",),
     )
     return TestClient(create_app(state), raise_server_exceptions=False)
@@ -164,6 +165,35 @@ def test_a_right_key_and_probes_without_one(small: TestClient):
     assert small.get("/v1/models", headers={b"authorization": second}).status_code == 200
     for path in ("/health", "/live", "/ready", "/version", "/metrics"):
         assert small.get(path).status_code == 200, path
+
+
+def test_what_others_do_is_for_admins(small: TestClient):
+    for key, path, status in (
+        ("root", "/v1/models", 200),
+        ("root", "/debug/trace?seconds=0", 400),
+        ("right-key", "/debug/trace?seconds=0", 403),
+        ("root", "/debug/nope", 404),
+        ("right-key", "/debug/nope", 403),
+        ("wrong", "/debug/trace", 401),
+    ):
+        answer = small.get(path, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status, (key, path)
+        if status == 403:
+            assert error_of(answer, 403)["type"] == "permission_error"
+
+
+def test_without_admin_keys_every_key_is_one(front: RunningFront):
+    state = FrontState(
+        handle=front.parts.handle,
+        tokenizer=front.tokenizer,
+        served_names=(MODEL,),
+        max_body_bytes=1000,
+        api_keys=AcceptedKeys(("a", "b")),
+    )
+    client = TestClient(create_app(state), raise_server_exceptions=False)
+    for key in ("a", "b"):
+        answer = client.get("/debug/trace?seconds=0", headers={"authorization": f"Bearer {key}"})
+        assert error_of(answer, 400)["param"] == "seconds"
 
 
 def test_a_body_above_the_limit(small: TestClient):

@@ -80,6 +80,7 @@ def test_metrics_count_what_happened(front: RunningFront):
     prompt = front.chat(n=2).json()["usage"]["prompt_tokens"]
     front.chat(max_tokens=1)
     front.chat(max_tokens=0)
+    assert front.http.get("/nope").status_code == 404
     after = metrics(front)
 
     def change(name: str, **labels: str) -> float:
@@ -88,6 +89,10 @@ def test_metrics_count_what_happened(front: RunningFront):
 
     assert change("mstar_requests_total", outcome="stop") == 2
     assert change("mstar_requests_total", outcome="length") == 1
+    assert [change("mstar_http_responses_total", status=str(status)) for status in (200, 400, 404)] == [3, 1, 1]
+    assert change("mstar_refused_connections_total") == 0
+    assert after["mstar_connections", ()] >= 1
+    assert after["process_resident_memory_bytes", ()] > 1e6
     assert change("mstar_prompt_tokens_total") == 2 * prompt
     assert change("mstar_generated_tokens_total") == 2 * num_tokens + 1
     assert change("mstar_time_to_first_token_seconds_count") == 3
