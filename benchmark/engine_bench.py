@@ -8,6 +8,7 @@ the first tick on, first token included.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,12 +19,11 @@ import typer
 
 from benchmark import device_profile
 from benchmark.engine_runs import GREEDY, SAMPLED, STREAMS, Shape, interference, report, run
-from benchmark.http_rows import http_rows
+from benchmark.http_rows import measure, model_server
 from benchmark.results import RESULTS, load_average, machine, write_result
 from mstar import envs
 from mstar.config.load import config_from_mapping
-from mstar.config.schema import DeploymentConfig
-from mstar.launch.deployment import resolve_deployment
+from mstar.launch.deployment import Deployment, resolve_deployment
 from mstar.launch.local import LocalInstance
 from mstar.launch.machine import torch_device, torch_dtype, torch_threads
 from mstar.profile.phases import PhaseRecorder
@@ -34,6 +34,7 @@ MODELS = {
     "smollm2-135m": "benchmark.random_llama:CARD",
     "tiny": "benchmark.random_qwen3_5:TINY",
 }
+HEAD = "kind     via    tokens    conc   out tok/s    ITL ms   TTFT ms   prefill tok/s   host us   wait us"
 DECODE, PREFILL = (128, 256), (2048, 16)
 """Tokens in and out."""
 
@@ -80,6 +81,10 @@ def main(
     lengths: Annotated[
         str, typer.Option(metavar="IN,OUT,IN,OUT", help="Tokens of rows that decode, and with long prompts.")
     ] = "128,256,2048,16",
+    hold: Annotated[
+        bool, typer.Option("--hold", help="Once ready, wait for a line on standard input: several start at once.")
+    ] = False,
+    append: Annotated[bool, typer.Option("--append", help="Add the rows to the file, if it is of this code.")] = False,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
     name: Annotated[str, typer.Option(help="Of the result's file.")] = "engine",
@@ -106,24 +111,45 @@ def main(
         "load_before": load_average(),
         "rows": [],
     }
-    vocab_size = _in_process(config, wanted, result, streams=streams, profile=profile)
+    deployment = resolve_deployment(config, cache_dir=envs.CACHE_DIR.get())
+    if wanted or streams:
+        _in_process(deployment, wanted, result, streams=streams, profile=profile, hold=hold)
     if over_http:
-        for row in http_rows(MODELS[model], settings, over_http, vocab_size, repeats):
-            result["rows"].append(row)
-            print(_line(row), flush=True)
+        vocab_size = deployment.model().vocab_size()
+        with model_server(MODELS[model], settings, vocab_size) as server:
+            _ready(f"{model} at {server.url}", hold=hold and not wanted)
+            for shape in over_http:
+                row = measure(server, shape, vocab_size, repeats)
+                result["rows"].append(row)
+                print(_line(row), flush=True)
+    if append:
+        result = joined(json.loads((out / f"{name}.json").read_text()), result)
     print(json.dumps({"file": str(write_result(name, result, out))}))
 
 
+def joined(before: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`before` with the rows of `more`. Raises `ValueError` unless both are of one code on one kind of machine."""
+    for key in ("model", "hardware", "torch", "commit", "dtype", "repeats"):
+        if before[key] != more[key]:
+            raise ValueError(f"{key} of the file is {before[key]}, and of these rows {more[key]}")
+    return {**before, "rows": [*before["rows"], *more["rows"]]}
+
+
 def _in_process(
-    config: DeploymentConfig, wanted: Sequence[Shape], result: dict[str, Any], *, streams: bool, profile: bool
-) -> int:
-    """Fill `result`; the size of the model's vocabulary."""
+    deployment: Deployment,
+    wanted: Sequence[Shape],
+    result: dict[str, Any],
+    *,
+    streams: bool,
+    profile: bool,
+    hold: bool,
+) -> None:
+    """Fill `result`."""
     recorder = PhaseRecorder()
     begin = time.perf_counter()
-    instance = LocalInstance(resolve_deployment(config, cache_dir=envs.CACHE_DIR.get()), clock=recorder)
+    instance = LocalInstance(deployment, clock=recorder)
     result["start_s"] = round(time.perf_counter() - begin, 1)
-    print(f"{result['model']} on {result['hardware']}: ready after {result['start_s']} s", flush=True)
-    print("kind     via    tokens    conc   out tok/s    ITL ms   TTFT ms   prefill tok/s   host us   wait us")
+    _ready(f"{result['model']} on {result['hardware']}, {result['start_s']} s to start", hold=hold)
     for shape in wanted:
         run(instance, recorder, shape, seed=0)  # what it needs is there afterwards
         row = report(shape, [run(instance, recorder, shape, seed) for seed in range(1, result["repeats"] + 1)])
@@ -132,13 +158,18 @@ def _in_process(
     if streams:
         result["streams"] = interference(instance, STREAMS, result["repeats"])
         print(json.dumps(result["streams"]), flush=True)
-    if profile and torch_device(config).type == "cuda":
+    if profile and torch_device(deployment.config).type == "cuda":
         for shape, row in zip(wanted, result["rows"], strict=True):
             row["device"] = device_profile.profile(instance, shape)
             print(f"{shape.kind} {shape.conc} {shape.sampling.how}\n{device_profile.text(row['device'])}", flush=True)
-    vocab_size = instance.model.vocab_size()
     instance.close()
-    return vocab_size
+
+
+def _ready(what: str, *, hold: bool) -> None:
+    print(f"ready: {what}", flush=True)
+    if hold:
+        sys.stdin.readline()
+    print(HEAD, flush=True)
 
 
 def _line(row: Mapping[str, Any]) -> str:

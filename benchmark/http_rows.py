@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,18 @@ from mstar.model.loader.tokenizer_files import TOKENIZER_FILE
 START_TIMEOUT_S = 400
 
 
-def http_rows(
-    target: str, overrides: Sequence[str], shapes: Sequence[Shape], vocab_size: int, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """An entry of `rows` for each shape, from one server. `target`: a model that draws its weights itself."""
+@contextmanager
+def model_server(target: str, overrides: Sequence[str], vocab_size: int) -> Iterator[LocalServer]:
+    """A server of `target`, a model that draws its weights itself."""
     with tempfile.TemporaryDirectory(prefix="mstar-bench-") as directory:
         write_text_side(Path(directory), vocab_size)
         settings = [*overrides, f"checkpoint={directory}"]
         with serving(target, settings, start_timeout_s=START_TIMEOUT_S) as server:
-            for shape in shapes:
-                yield measure(server, shape, vocab_size, repeats)
+            yield server
 
 
 def measure(server: LocalServer, shape: Shape, vocab_size: int, repeats: int) -> dict[str, Any]:
-    """One shape. The CPU times per token are those of whole processes over all waves, that which warms up included."""
+    """An entry of `rows`. The CPU times per token are those of whole processes, over all waves and the one before."""
     command = [sys.executable, "-m", "benchmark.http_waves", "--url", server.url, "--vocab", str(vocab_size)]
     command += ["--rows", str(shape.conc), "--inlen", str(shape.inlen), "--outlen", str(shape.outlen)]
     command += ["--waves", str(repeats), "--sampling", json.dumps(shape.sampling._asdict())]

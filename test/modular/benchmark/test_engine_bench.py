@@ -29,13 +29,19 @@ def _torch_stays_as_it_was():
     torch.set_num_threads(threads)
 
 
-def test_every_way_in_one_file(tmp_path):
+def bench(folder, *arguments):
+    """One run of the command, which is told to go on once it is ready."""
     app = typer.Typer()
     app.command()(engine_bench.main)
-    arguments = ["--model", "tiny", "--decode", "1,2", "--sampled", "2", "--prefill", "2", "--http", "3"]
-    arguments += ["--lengths", "9,5,70,3", "--repeats", "2", "--set", "num_threads=1", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, [*arguments, "--name", "tiny"])
+    small = ["--model", "tiny", "--lengths", "9,5,70,3", "--repeats", "2", "--set", "num_threads=1"]
+    done = CliRunner().invoke(app, [*small, "--out", str(folder), "--hold", *arguments], input="go\n")
     assert done.exit_code == 0, done.output
+    assert done.output.count("ready: ") == 1
+
+
+def test_every_way_in_one_file(tmp_path):
+    bench(tmp_path, "--decode", "1,2", "--sampled", "2", "--prefill", "2", "--name", "tiny")
+    bench(tmp_path, "--decode", "", "--prefill", "", "--http", "3", "--name", "tiny", "--append")
     found = json.loads((tmp_path / "tiny.json").read_text())
     assert found["model"] == "tiny" and found["torch"] == torch.__version__ and found["commit"]
     rows = [
@@ -65,6 +71,21 @@ def test_numbers_are_those_of_the_times():
     assert row["prefill_tok_s"] == 40.0
     assert row["spread"]["out_tok_s"] == {"median": 22.0, "min": 11.0, "max": 44.0}
     assert row["via"] == "http" and "host_us" not in row
+
+
+def test_rows_of_other_code_are_not_added():
+    one = {
+        "model": "m",
+        "hardware": "h",
+        "torch": "t",
+        "commit": "c",
+        "dtype": "d",
+        "repeats": 5,
+        "rows": [{"conc": 1}],
+    }
+    assert engine_bench.joined(one, {**one, "rows": [{"conc": 2}]})["rows"] == [{"conc": 1}, {"conc": 2}]
+    with pytest.raises(ValueError, match="commit of the file is c, and of these rows other"):
+        engine_bench.joined(one, {**one, "commit": "other"})
 
 
 def test_the_caches_hold_what_is_measured():
