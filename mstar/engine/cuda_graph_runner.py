@@ -59,8 +59,8 @@ class GraphHandle:
 
 @dataclass(slots=True)
 class Bucket:
-    """`inputs` and `outputs`: static tensors `[bs, ...]` by name; `host`: what resources want on the host, static too.
-    `facts`: the plans of the resources that the capture was made with, by key."""
+    """`inputs` and `outputs`: static tensors `[bs, ...]` by name. `facts`: the plans of the resources that the capture
+    was made with, by key."""
 
     key: BucketKey
     layout: StagingLayout
@@ -68,7 +68,6 @@ class Bucket:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     live_signals: frozenset[str] = frozenset()
-    host: dict[str, Tensor] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     graph: GraphHandle = field(default_factory=GraphHandle)
 

@@ -6,8 +6,10 @@ Recording at start-up on the thread that loads, replays on the executor. Must no
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 WARM_UP_RUNS = 2
 """Kernels are compiled and libraries choose theirs before the recording, which may do neither."""
@@ -42,3 +44,25 @@ class DeviceGraph:
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+class _Address:
+    """Device memory by its address alone."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """An fp32 temporary of a graph, to be read behind its replay, without keeping the memory from the graphs that are
+    recorded later: each of them may write over it. On a CPU the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    assert tensor.dtype is torch.float32
+    return torch.as_tensor(_Address(tensor), device=tensor.device)

@@ -1,8 +1,8 @@
 """`Engine`: everything between "these rows run this node now" and "these tensors came out".
 
-Called by the worker's loop thread only, in the order build → admit → plan → submit → finish → check_stop → publish;
-`abandon` takes the place of submit. Device work goes through the executor. The engine chooses no rows, talks to nobody
-and knows no graph.
+Called by the worker's loop thread only, in the order build → admit → plan → submit (→ draw) → finish → check_stop →
+publish; `abandon` takes the place of submit. Device work goes through the executor. The engine chooses no rows, talks
+to nobody and knows no graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.cuda_graph_config import PackedCudaGraphConfig
 from mstar.engine.device_graph import GraphMemory
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.execution import AdmitOutcome, Portion, Step, StepPart, StepState
+from mstar.engine.execution import AdmitOutcome, AllowedTokens, Portion, Step, StepPart, StepState
 from mstar.engine.layer_handles import bind_layers
 from mstar.engine.node_hooks import HookFailed, ask_check_stop
 from mstar.engine.node_runtime import NodeRuntime, build_node
@@ -63,6 +63,7 @@ class Engine:
         self._rows = RowTable(config.capacity, config.max_seq_len)
         self._builder = StepBuilder(self._rows, config.max_seq_len)
         self._graph_memory = GraphMemory(config.device)
+        self._undrawn: StepWork | None = None
         self._nodes: dict[str, NodeRuntime] = {}
         for name, submodule in nodes.items():
             own = resources.get(name, {})
@@ -190,17 +191,36 @@ class Engine:
         release_slot(self._nodes[step.node], _plan_of(step))
         step.state = StepState.ABANDONED
 
-    def submit(self, step: Step) -> None:
-        """Hand the step to the executor; its transaction commits. `step.event` fires when it has ended."""
+    def submit(self, step: Step, *, draw_later: bool = False) -> None:
+        """Hand the step to the executor; its transaction commits. `step.event` fires when it has ended.
+
+        `draw_later`: hand over the forward alone; `draw` must follow, before the next step is submitted."""
         if step.state is not StepState.ARMED or step.txn is None:
             raise RuntimeError(f"a step is submitted once, after planning, not in state {step.state.value}")
+        if self._undrawn is not None:
+            raise RuntimeError("the step that was submitted before has not drawn yet")
         node, plan = self._nodes[step.node], _plan_of(step)
         queued = [work for resource in node.resources.values() for work in resource.drain_work()]
         step.txn.commit()
         config = self._config
         work = StepWork(node, plan, queued, node.outputs.begin(), config.guard_outputs, config.debug_poison)
         step.state = StepState.SUBMITTED
-        step.event = self._executor.submit(work)
+        if draw_later:
+            self._undrawn = work
+        step.event = self._executor.submit(work.forward if draw_later else work)
+
+    def draw(self, step: Step, allowed: AllowedTokens | None = None) -> None:
+        """The second half of a step that was submitted with `draw_later`: its rows draw, those of `allowed` from the
+        tokens given there. `step.event` fires when the step has ended, draw included. What `allowed` holds may be
+        changed after the event."""
+        work = self._undrawn
+        if work is None or work.plan is not step.plan:
+            raise RuntimeError("a step draws once, after it was submitted with `draw_later`")
+        sampler = self._nodes[step.node].sampler
+        if allowed is not None and (sampler is None or sampler.draws_in_forward):
+            raise ValueError(f"node {step.node!r} has no sampler that draws behind the forward, from allowed tokens")
+        self._undrawn = None
+        step.event = self._executor.submit(lambda: work.draw(allowed))
 
     def finish(self, step: Step) -> None:
         """After the step's event: failed rows, host copies, and ids of the outputs in the store.
@@ -208,7 +228,8 @@ class Engine:
         Raises:
             torch.AcceleratorError: the device itself has failed, so no further step can run.
         """
-        if step.state is not StepState.SUBMITTED or step.event is None or not step.event.done():
+        undrawn = self._undrawn is not None and self._undrawn.plan is step.plan
+        if undrawn or step.state is not StepState.SUBMITTED or step.event is None or not step.event.done():
             raise RuntimeError(f"a step is finished once, after its event, not in state {step.state.value}")
         node, plan = self._nodes[step.node], _plan_of(step)
         release_slot(node, plan)

@@ -71,6 +71,20 @@ class StepLogprobs:
         )
 
 
+class AllowedTokens(NamedTuple):
+    """Rows of a step that may draw certain tokens only. `rows` int64 [n]: their positions in the step, rising; `bits`
+    int32 [n, ceil(vocab / 32)]: bit `i % 32` of word `i // 32` is set where token `i` may be drawn (bits past the
+    vocabulary mean nothing)."""
+
+    rows: np.ndarray
+    bits: np.ndarray
+
+    def narrow(self, begin: int, end: int) -> AllowedTokens:
+        """Those of rows `begin:end`, counted from `begin`."""
+        inside = (self.rows >= begin) & (self.rows < end)
+        return AllowedTokens(self.rows[inside] - begin, self.bits[inside])
+
+
 @dataclass(slots=True)
 class StepOutputs:
     """`host[signal]`: numpy `[rows, ...]` views into the guarded output ring, valid until two more steps have been

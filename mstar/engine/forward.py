@@ -1,4 +1,4 @@
-"""Running a node's forward over staged tensors: eager, in pieces, or as a replay. Executor only.
+"""Running a node's forward over staged tensors, eager, in pieces, or as a replay, and the draw behind it. Executor.
 
 Touches the step's staged tensors, its inputs and the device-side state of its resources; no control column, no store.
 """
@@ -6,9 +6,9 @@ Touches the step's staged tensors, its inputs and the device-side state of its r
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from mstar.engine import node_runtime as fields
 from mstar.engine.cuda_graph_runner import Bucket
 from mstar.engine.device_graph import GraphMemory
+from mstar.engine.execution import AllowedTokens
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.staging import narrow_staging
 from mstar.engine.step_inputs import Found, ragged_inputs, stacked_inputs
@@ -26,6 +27,7 @@ from mstar.engine.touched import Touched
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Value = Tensor | Sequence[Tensor | None]
 
 
@@ -48,14 +50,41 @@ class StepResult(NamedTuple):
     short_of_memory: list[tuple[int, int]]
 
 
-def run_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found) -> StepResult:
-    """The step at its exact size. A range of rows that does not fit into memory is tried once more in two halves; not
-    where it has states that the first try may have moved on."""
+class Undrawn(NamedTuple):
+    """The forward of rows `begin:end` has run, and they have yet to draw. `touched`: the resources' plans of those
+    rows. None for `outputs`: it did not fit into memory."""
+
+    begin: int
+    end: int
+    outputs: NodeOutputs | None
+    touched: Sequence[Touched]
+
+
+def begin_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found) -> Undrawn | None:
+    """The step's forward at its exact size. None: it takes several, each of which draws before the next one runs; they
+    are left to `end_eager`."""
+    if len(plan.ranges) > 1:
+        return None
+    begin, end = plan.ranges[0]
+    undrawn = _unless_short_of_memory(node, end - begin, lambda: _forward_range(node, plan, staged, found, begin, end))
+    return undrawn or Undrawn(begin, end, None, ())
+
+
+def end_eager(
+    node: NodeRuntime,
+    plan: StepPlan,
+    staged: Mapping[str, Tensor],
+    found: Found,
+    begun: Undrawn | None,
+    allowed: AllowedTokens | None,
+) -> StepResult:
+    """What `begin_eager` left to do. A range of rows that does not fit into memory is tried once more in two halves;
+    not where it has states that the first try may have moved on."""
     pieces: list[Piece] = []
     lost: list[tuple[int, int]] = []
     repeatable = all(item.resource.repeatable for item in plan.touched)
     for begin, end in plan.ranges:
-        piece = _try_range(node, plan, staged, found, begin, end)
+        piece = _try_range(node, plan, staged, found, begin, end, allowed, begun)
         if piece is not None:
             pieces.append(piece)
             continue
@@ -64,7 +93,7 @@ def run_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], f
             continue
         middle = (begin + end + 1) // 2
         for half in ((begin, middle), (middle, end)):
-            piece = _try_range(node, plan, staged, found, *half)
+            piece = _try_range(node, plan, staged, found, *half, allowed)
             if piece is None:
                 lost.append(half)
             else:
@@ -83,19 +112,24 @@ def run_eager(node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], f
     return StepResult(outputs, host, pieces[0].live, lost)
 
 
-def run_bucket(
+def begin_bucket(
     node: NodeRuntime, plan: StepPlan, bucket: Bucket, staged: Mapping[str, Tensor], found: Found, *, poison: bool
-) -> StepResult:
-    """The step as a replay over the bucket's static buffers."""
+) -> None:
+    """The step's forward as a replay over the bucket's static buffers."""
     num_rows = plan.rows.handles.size
     values = stacked_inputs(found, lambda: _live(node, staged)[:num_rows]) if bucket.inputs else {}
     bucket.write_inputs({name: values[name] for name in bucket.inputs}, num_rows, poison=poison)
     for item in plan.touched:
-        item.resource.begin_forward(item.facts, staged)
+        item.resource.begin_replay(item.facts, bucket.facts[item.resource.key], staged)
     bucket.graph.replay()
+
+
+def end_bucket(node: NodeRuntime, plan: StepPlan, bucket: Bucket, allowed: AllowedTokens | None) -> StepResult:
+    """The draw behind a replay."""
+    num_rows = plan.rows.handles.size
+    _draw(node, plan.touched, allowed)
     outputs = {name: tensor[:num_rows] for name, tensor in bucket.outputs.items()}
-    host = {name: tensor[:num_rows] for name, tensor in bucket.host.items()}
-    return StepResult(outputs, host, bucket.live_signals, [])
+    return StepResult(outputs, _host_outputs(plan.touched, num_rows), bucket.live_signals, [])
 
 
 def record_bucket(
@@ -119,12 +153,16 @@ def record_bucket(
         for name, value in outputs.items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"{node.name}: output {name!r} of the captured walk {key.walk!r} is not one tensor")
+            if name in bucket.live_signals:
+                bucket.outputs[name] = value  # of the sampler: a draw behind the replay changes it
+                continue
             if name not in bucket.outputs:
                 bucket.outputs[name] = torch.empty_like(value)
             bucket.outputs[name].copy_(value)
-        bucket.host = _host_outputs(touched, key.bs)
 
     bucket.graph.capture(run, memory)
+    for item in touched:
+        item.resource.end_capture(item.facts)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -136,27 +174,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _try_range(
-    node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found, begin: int, end: int
-) -> Piece | None:
-    """None: out of memory."""
+def _unless_short_of_memory(node: NodeRuntime, num_rows: int, run: Callable[[], T]) -> T | None:
     try:
-        return _run_range(node, plan, staged, found, begin, end)
+        return run()
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        log.warning("%s: out of memory with %d rows: %s", node.name, end - begin, error)
+        log.warning("%s: out of memory with %d rows: %s", node.name, num_rows, error)
         return None
 
 
-def _run_range(
+def _try_range(
+    node: NodeRuntime,
+    plan: StepPlan,
+    staged: Mapping[str, Tensor],
+    found: Found,
+    begin: int,
+    end: int,
+    allowed: AllowedTokens | None,
+    begun: Undrawn | None = None,
+) -> Piece | None:
+    """Forward, unless it has `begun`, and draw. None: out of memory."""
+
+    def run() -> Piece | None:
+        undrawn = begun or _forward_range(node, plan, staged, found, begin, end)
+        return None if undrawn.outputs is None else _draw_range(node, plan, undrawn, undrawn.outputs, allowed)
+
+    return _unless_short_of_memory(node, end - begin, run)
+
+
+def _forward_range(
     node: NodeRuntime, plan: StepPlan, staged: Mapping[str, Tensor], found: Found, begin: int, end: int
-) -> Piece:
-    num_rows = plan.rows.handles.size
-    alone = (begin, end) == (0, num_rows)
+) -> Undrawn:
     touched = plan.touched
     token_ids = plan.token_ids
-    if not alone:
+    if (begin, end) != (0, plan.rows.handles.size):
         borders = np.concatenate([[0], np.cumsum(plan.rows.spans)])
         tokens = slice(int(borders[begin]), int(borders[end])) if token_ids is not None else slice(0, 0)
         staged = dict(narrow_staging(node.layouts.fields, staged, slice(begin, end), tokens))
@@ -170,6 +222,15 @@ def _run_range(
     _check_rows(node, outputs, end - begin)
     for item in touched:
         item.resource.end_forward(item.facts)
+    return Undrawn(begin, end, outputs, touched)
+
+
+def _draw_range(
+    node: NodeRuntime, plan: StepPlan, undrawn: Undrawn, outputs: NodeOutputs, allowed: AllowedTokens | None
+) -> Piece:
+    begin, end, _, touched = undrawn
+    alone = (begin, end) == (0, plan.rows.handles.size)
+    _draw(node, touched, allowed if alone or allowed is None else allowed.narrow(begin, end))
     live = _live_signals(node, outputs)
     host = _host_outputs(touched, end - begin)
     if alone:
@@ -177,6 +238,11 @@ def _run_range(
     # The next piece overwrites the resources' buffers.
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in outputs.items()}
     return Piece(begin, end, kept, {name: value.clone() for name, value in host.items()}, live)
+
+
+def _draw(node: NodeRuntime, touched: Sequence[Touched], allowed: AllowedTokens | None) -> None:
+    for item in touched:
+        item.resource.draw(item.facts, allowed if item.resource is node.sampler else None)
 
 
 def _inputs(

@@ -110,8 +110,9 @@ class SamplerHandle(Protocol):
 
     def sample(self, logits: Tensor) -> Tensor:
         """int32 [rows]: one token per row of `logits [rows, vocab]` (any float dtype), written to the live column of
-        the rows that draw in this step. Fp32 logits are the sampler's to overwrite. Once per forward; the result is a
-        buffer of the sampler's, so a node returns it as it is."""
+        the rows that draw in this step. Fp32 logits are the sampler's to overwrite. Once per forward. The result is a
+        buffer of the sampler's that is right only behind the forward: a node returns it as it is, and computes nothing
+        from it (`SamplerSpec.draws_in_forward` otherwise)."""
         ...
 
     def stopped(self, handles: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -119,12 +119,14 @@ class SamplerSpec:
     """Draws one token per row from logits, and owns the live token column.
 
     `samples_text=False` for codes beside the text: the request's temperature, top-k, top-p, min-p and seed apply; its
-    stop tokens, biases, penalties, minimum length and logprobs speak of text tokens and do not.
+    stop tokens, biases, penalties, minimum length and logprobs speak of text tokens and do not. `draws_in_forward`: the
+    node computes with the tokens in the forward that draws them; of its steps only greedy ones are replays.
     """
 
     key: str
     vocab_size: int
     samples_text: bool = True
+    draws_in_forward: bool = False
 
 
 ResourceSpec = (

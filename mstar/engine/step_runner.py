@@ -1,19 +1,21 @@
 """`StepWork`: what the executor does for one step, from upload to the copies of the outputs.
 
-Made on the loop thread at submit, called once on the executor. It reads the step's plan, its staging slot and the
-tensors handed in; it writes device-side state of the node's resources, the output slot, and finally `plan.done`.
+Made on the loop thread at submit, called on the executor, once or in its two halves. It reads the step's plan, its
+staging slot and the tensors handed in; it writes device-side state of the node's resources, the output slot, and
+finally `plan.done`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.engine.forward import StepResult, Value, run_bucket, run_eager
+from mstar.engine.execution import AllowedTokens
+from mstar.engine.forward import StepResult, Undrawn, Value, begin_bucket, begin_eager, end_bucket, end_eager
 from mstar.engine.host_columns import to_device
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.output_ring import OutputSlot
@@ -23,7 +25,8 @@ from mstar.engine.step_plan import StepDone, StepPlan
 
 @dataclass(slots=True)
 class StepWork:
-    """See the module docstring. `queued`: device work of the resources that comes before the forward."""
+    """See the module docstring. `queued`: device work of the resources that comes before the forward. Called as a whole
+    or, where what rows may draw is not known yet, as `forward` and later `draw`."""
 
     node: NodeRuntime
     plan: StepPlan
@@ -31,19 +34,43 @@ class StepWork:
     slot: OutputSlot
     guard_outputs: bool
     poison: bool
+    staged: Mapping[str, Tensor] = field(default_factory=dict)
+    begun: Undrawn | None = None
+    failure: BaseException | None = None
+    """What `forward` raised."""
+
+    def __call__(self) -> None:
+        self.forward()
+        self.draw(None)
 
     @torch.inference_mode()
-    def __call__(self) -> None:
-        for work in self.queued:
-            work()
+    def forward(self) -> None:
+        """Everything up to the logits."""
+        try:
+            for work in self.queued:
+                work()
+            node, plan = self.node, self.plan
+            assert plan.slot is not None and plan.layout is not None
+            block = node.block if plan.bucket is None else plan.bucket.block
+            self.staged = block.upload(plan.slot, plan.layout)
+            if plan.bucket is None:
+                self.begun = begin_eager(node, plan, self.staged, plan.found)
+            else:
+                begin_bucket(node, plan, plan.bucket, self.staged, plan.found, poison=self.poison)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    @torch.inference_mode()
+    def draw(self, allowed: AllowedTokens | None) -> None:
+        """Tokens, and the copies of the outputs."""
+        if self.failure is not None:
+            raise self.failure
         node, plan = self.node, self.plan
-        assert plan.slot is not None and plan.layout is not None
         if plan.bucket is None:
-            staged = node.block.upload(plan.slot, plan.layout)
-            result = run_eager(node, plan, staged, plan.found)
+            result = end_eager(node, plan, self.staged, plan.found, self.begun, allowed)
         else:
-            staged = plan.bucket.block.upload(plan.slot, plan.layout)
-            result = run_bucket(node, plan, plan.bucket, staged, plan.found, poison=self.poison)
+            result = end_bucket(node, plan, plan.bucket, allowed)
         for item in plan.touched:
             item.resource.after_forward(item.facts)
         plan.done = self._copy_out(result)

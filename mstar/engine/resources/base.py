@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from mstar.communication.messages import MediaSpan, SamplingParams
-from mstar.engine.execution import AdmitOutcome, StepOutputs
+from mstar.engine.execution import AdmitOutcome, AllowedTokens, StepOutputs
 from mstar.engine.step import ResourceStep, Rows
 from mstar.engine.transaction import Transaction
 
@@ -141,8 +141,19 @@ class Resource(ABC, Generic[S]):
     def begin_forward(self, plan: Any, staging: Mapping[str, Tensor]) -> None:
         """Point the layer handles at this step's plan and staged tensors; runs on the executor, before the forward."""
 
+    def begin_replay(self, plan: Any, captured: Any, staging: Mapping[str, Tensor]) -> None:
+        """As `begin_forward`, before the replay of a forward that was captured with the plan `captured`."""
+        self.begin_forward(plan, staging)
+
     def end_forward(self, plan: Any) -> None:
-        """The forward has succeeded: write what later steps read (live tokens, counts). Runs on the executor."""
+        """The forward has succeeded: write what later steps read. Runs on the executor, inside of what is captured."""
+
+    def end_capture(self, plan: Any) -> None:
+        """The forward has been captured with this plan: keep in it what `begin_replay` needs."""
+
+    def draw(self, plan: Any, allowed: AllowedTokens | None) -> None:
+        """Behind a forward or a replay, and outside of what is captured: decide on what it computed. Runs on the
+        executor, for each piece of a step that runs in pieces."""
 
     def after_forward(self, plan: Any) -> None:
         """The step's forward, or its replay, has ended: copy what a later step overwrites. Runs on the executor, once a
@@ -150,7 +161,7 @@ class Resource(ABC, Generic[S]):
 
     def host_outputs(self, plan: Any) -> Mapping[str, Tensor]:
         """Tensors that `settle` wants on the host, one entry per row of the step (padding is cut off); asked on the
-        executor after `end_forward`."""
+        executor after `draw`."""
         return {}
 
     def narrow(self, plan: Any, begin: int, end: int) -> Any:

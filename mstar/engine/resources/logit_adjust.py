@@ -1,4 +1,5 @@
-"""What changes logits before a draw: repetition, presence and frequency penalties, bias, the floor under the length.
+"""What changes logits before a draw: allowed tokens, penalties for repetition, presence and frequency, bias, the floor
+under the length.
 
 Host bookkeeping (which request owns which row of which table) runs on the loop thread; tables live on the device and
 are written and read on the executor in step order, so counts are right while the loop plans ahead. Tables exist only
@@ -68,12 +69,18 @@ class TokenCounts:
         logits -= presence * occurred
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
-        """One more occurrence of `tokens[i]` int64 in each of `rows` (distinct)."""
-        self.output[rows, tokens] += 1
+        """One more occurrence of `tokens[i]` int64 in each of `rows` (distinct; or 0, which stays as it is)."""
+        self.output[rows, tokens] += rows > 0
 
     @property
     def num_bytes(self) -> int:
         return self.output.nbytes + self.prompt.nbytes
+
+
+def forbidden_tokens(bits: np.ndarray, vocab_size: int) -> np.ndarray:
+    """bool `[n, vocab]`, true for tokens whose bit in `AllowedTokens.bits` int32 `[n, words]` is not set. Host."""
+    octets = np.ascontiguousarray(bits).view(np.uint8)
+    return np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little") == 0
 
 
 class TokenBiases:

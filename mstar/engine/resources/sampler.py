@@ -1,8 +1,9 @@
 """`Sampler`: draws one token per row from logits, and owns the live token column.
 
 Control plane (loop thread): parameters and draw counts by handle (`SamplingColumns`), the plan of a step. Data plane
-(executor): the live column, the parameter table, counts and biases; `SamplerLayer.sample` runs in forwards. A token
-depends on the row's logits, parameters, seed and draw index, never on its neighbours.
+(executor): the live column, the parameter table, counts and biases; `SamplerLayer.sample` runs in forwards and takes
+the largest logits, `draw` runs behind them for the rows that want anything else. A token depends on the row's logits,
+parameters, seed and draw index, never on its neighbours.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor
 
 from mstar.communication.messages import SamplingParams
-from mstar.engine.execution import StepOutputs
+from mstar.engine.device_graph import borrowed
+from mstar.engine.execution import AllowedTokens, StepOutputs
 from mstar.engine.host_columns import to_device
 from mstar.engine.resources import sampling_columns as column
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
-from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts
+from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts, forbidden_tokens
 from mstar.engine.resources.logprobs import log_probabilities, unpack
 from mstar.engine.resources.sampling_columns import SamplingColumns, check_prompt, check_sampling, without_text
-from mstar.engine.resources.sampling_plan import SamplingPlan, plan_sampling
+from mstar.engine.resources.sampling_plan import RowGroup, SamplingPlan, plan_sampling
 from mstar.engine.resources.token_choice import ChoiceParams, choose_tokens
 from mstar.engine.spec import SamplerSpec
 from mstar.engine.staging import StagingField
@@ -33,10 +35,13 @@ from mstar.kernels import ops
 FAILED_TOKEN = -1
 """In a step's tokens: the row's logits had no finite maximum."""
 
+_NO_LOGITS = torch.empty((0, 0))
+
+_NOT_FINITE = "the model's logits are not finite (NaN or infinity), or no token is left that may be drawn"
+
 _GROUP_FIELDS: Mapping[str, Mapping[str, Literal["int64", "float32"]]] = {
     "sampled": {"rows": "int64", "handles": "int64", "uniform": "float32"},
-    "penalized": {"rows": "int64", "handles": "int64", "table": "int64"},
-    "biased": {"rows": "int64", "table": "int64", "floor": "float32"},
+    "adjusted": {"rows": "int64", "handles": "int64", "counts": "int64", "biases": "int64", "floor": "float32"},
     "asked": {"rows": "int64"},
 }
 
@@ -52,6 +57,8 @@ class Sampler(Resource[SamplerStep]):
         self.vocab_size = spec.vocab_size
         self._stream = 0 if spec.samples_text else zlib.crc32(spec.key.encode())
         self._samples_text = spec.samples_text
+        self.draws_in_forward = spec.draws_in_forward
+        self._plan = SamplingPlan(np.empty(0, np.int64), np.empty(0, np.bool_))
         self.columns = SamplingColumns(capacity + 1, spec.vocab_size)
         self.live = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self._sink = capacity
@@ -65,9 +72,9 @@ class Sampler(Resource[SamplerStep]):
         self._work: list[Work] = []
         self._fresh: list[int] = []
         self._staged: Mapping[str, Tensor] = {}
-        self._plan = SamplingPlan(np.empty(0, np.bool_))
         self.drawn: Tensor = self._tokens[:0]
-        """What the running forward drew (executor); an output that is this very tensor stays in the live column."""
+        """What the running step draws (executor); an output that is this very tensor stays in the live column."""
+        self._logits = _NO_LOGITS
         self._logprobs: Tensor | None = None
 
     def open(self, handle: int, config: OpenConfig) -> None:
@@ -112,7 +119,7 @@ class Sampler(Resource[SamplerStep]):
         return plan
 
     def capturable(self, plan: SamplingPlan, captured: SamplingPlan) -> bool:
-        return plan.plain
+        return plan.plain or not self.draws_in_forward
 
     def advance(self, step: SamplerStep, ctx: StepContext, txn: Transaction) -> None:
         handles = ctx.rows.handles if step.kept is None else ctx.rows.handles[step.kept]
@@ -135,7 +142,7 @@ class Sampler(Resource[SamplerStep]):
         failed = (host[self.key + ".tokens"] == FAILED_TOKEN) & plan.kept
         if not failed.any():
             return {}
-        return dict.fromkeys(rows.handles[failed].tolist(), "the model's logits are not finite (NaN or infinity)")
+        return dict.fromkeys(rows.handles[failed].tolist(), _NOT_FINITE)
 
     def layer(self, index: int) -> SamplerLayer:
         return SamplerLayer(self)
@@ -162,14 +169,51 @@ class Sampler(Resource[SamplerStep]):
         self._staged = staging
         self._logprobs = None
         if not plan.staged:
-            self._staged = {**staging, **self._cut_fields(plan)}
+            cut = (self._uploaded(group).items() for group in plan.groups().values())
+            names = self._names.values()
+            self._staged = {
+                **staging,
+                **{of[name]: x for of, fields in zip(names, cut, strict=True) for name, x in fields},
+            }
+
+    def begin_replay(self, plan: SamplingPlan, captured: SamplingPlan, staging: Mapping[str, Tensor]) -> None:
+        self.begin_forward(plan, staging)
+        assert captured.captured is not None
+        self._logits, self.drawn = captured.captured
 
     def end_forward(self, plan: SamplingPlan) -> None:
-        tokens = self.drawn.long().clamp_(min=0)
-        self.live.index_copy_(0, self._staged[self.key + ".dst"], tokens)
-        if plan.penalized.size:
-            rows = self._field("penalized", "rows")
-            self._counts.count(self._field("penalized", "table"), tokens[rows])
+        self._write_live()
+
+    def end_capture(self, plan: SamplingPlan) -> None:
+        plan.captured = borrowed(self._logits), self.drawn
+        self._logits = _NO_LOGITS
+
+    def draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
+        if not self.draws_in_forward:
+            self._draw(plan, allowed)
+
+    def _draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
+        logits, tokens, self._logits = self._logits, self.drawn, _NO_LOGITS
+        if allowed is not None and allowed.rows.size:
+            group = plan.adjusted_with(allowed.rows)
+            adjusted = self._uploaded(group)
+        elif plan.plain:
+            return
+        else:
+            allowed, adjusted = None, self._fields("adjusted", plan.adjusted)
+        asked = self._fields("asked", plan.asked)["rows"]
+        raw = logits[asked] if plan.asked.size else logits
+        if adjusted["rows"].shape[0]:
+            self._adjust(logits, tokens, plan, adjusted, allowed)
+        if plan.sampled.size:
+            self._choose(logits, tokens, plan)
+        if plan.has_counts and plan.adjusted.size:
+            drawn = tokens[adjusted["rows"]].long().clamp_(min=0)
+            self._counts.count(adjusted["counts"], drawn)
+        if plan.asked.size:
+            columns = log_probabilities(raw, tokens[asked].long().clamp_(min=0), plan.num_top)
+            self._logprobs = columns.new_zeros((tokens.shape[0], columns.shape[1])).index_copy_(0, asked, columns)
+        self._write_live()
 
     def host_outputs(self, plan: SamplingPlan) -> Mapping[str, Tensor]:
         outputs = {self.key + ".tokens": self.drawn}
@@ -182,62 +226,62 @@ class Sampler(Resource[SamplerStep]):
 
     def sample(self, logits: Tensor) -> Tensor:
         """See `mstar.engine.layer_handles.SamplerHandle.sample`."""
-        plan, num_rows = self._plan, logits.shape[0]
-        logits = logits.float()
-        tokens = self._tokens[:num_rows]
-        raw = logits[self._field("asked", "rows")] if plan.asked.size else None
-        self._adjust(logits, plan)
-        ops.greedy(logits, out=tokens)
-        # The largest logit is NaN if any is, and infinite if any is +inf or all are -inf.
-        finite = logits.gather(1, tokens.long()[:, None]).squeeze(1).abs_() < torch.inf
-        if plan.sampled.size:
-            self._choose(logits, tokens, plan)
-        if raw is not None:
-            rows = self._field("asked", "rows")
-            columns = log_probabilities(raw, tokens[rows].long(), plan.num_top)
-            self._logprobs = columns.new_zeros((num_rows, columns.shape[1])).index_copy_(0, rows, columns)
-        tokens.masked_fill_(~finite, FAILED_TOKEN)
-        self.drawn = tokens
-        return tokens
+        self._logits, self.drawn = logits.float(), self._tokens[: logits.shape[0]]
+        _largest_or_failed(self._logits, self.drawn)
+        if self.draws_in_forward and not self._plan.plain:
+            self._draw(self._plan, None)
+        return self.drawn
 
-    def _adjust(self, logits: Tensor, plan: SamplingPlan) -> None:
-        if plan.penalized.size:
-            rows = self._field("penalized", "rows")
-            params = self._table[self._field("penalized", "handles")]
-            changed = logits[rows]
+    def _write_live(self) -> None:
+        self.live.index_copy_(0, self._staged[self.key + ".dst"], self.drawn.long().clamp_(min=0))
+
+    def _adjust(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        plan: SamplingPlan,
+        fields: Mapping[str, Tensor],
+        allowed: AllowedTokens | None,
+    ) -> None:
+        """In place on the rows of `fields`, and their largest logits into `tokens`."""
+        rows = fields["rows"]
+        changed = logits[rows]
+        if allowed is not None:
+            forbidden = to_device(forbidden_tokens(allowed.bits, self.vocab_size), self._device)
+            changed.masked_fill_(forbidden[fields["masks"].clamp(min=0)] & (fields["masks"] >= 0)[:, None], -torch.inf)
+        if plan.has_counts:
+            params = self._table[fields["handles"]]
             repetition = params[:, column.REPETITION, None]
             presence, frequency = params[:, column.PRESENCE, None], params[:, column.FREQUENCY, None]
-            self._counts.penalize(changed, self._field("penalized", "table"), repetition, presence, frequency)
-            logits.index_copy_(0, rows, changed)
-        if plan.biased.size:
-            rows = self._field("biased", "rows")
-            changed = logits[rows]
-            self._biases.add(changed, self._field("biased", "table"), self._field("biased", "floor"))
-            logits.index_copy_(0, rows, changed)
+            self._counts.penalize(changed, fields["counts"], repetition, presence, frequency)
+        if plan.has_biases:
+            self._biases.add(changed, fields["biases"], fields["floor"])
+        logits.index_copy_(0, rows, changed)
+        largest = torch.empty_like(rows, dtype=torch.int32)
+        _largest_or_failed(changed, largest)
+        _replace(tokens, rows, largest)
 
     def _choose(self, logits: Tensor, tokens: Tensor, plan: SamplingPlan) -> None:
-        rows = self._field("sampled", "rows")
-        params = self._table[self._field("sampled", "handles")]
+        fields = self._fields("sampled", plan.sampled)
+        rows, params = fields["rows"], self._table[fields["handles"]]
         choice = ChoiceParams(
             temperature=params[:, column.TEMPERATURE, None],
             top_k=params[:, column.TOP_K, None],
             top_p=params[:, column.TOP_P, None],
             min_p=params[:, column.MIN_P, None],
-            uniform=self._field("sampled", "uniform")[:, None],
+            uniform=fields["uniform"][:, None],
         )
         few = logits if plan.sampled.size == logits.shape[0] else logits[rows]
-        chosen = choose_tokens(few, choice, plan.num_candidates, needs_mass=plan.needs_mass)
-        tokens.index_copy_(0, rows, chosen.int())
+        _replace(tokens, rows, choose_tokens(few, choice, plan.num_candidates, needs_mass=plan.needs_mass).int())
 
-    def _field(self, group: str, name: str) -> Tensor:
-        return self._staged[self._names[group][name]][: self._plan.groups()[group].size]
+    def _fields(self, name: str, group: RowGroup) -> Mapping[str, Tensor]:
+        """What was staged of a group."""
+        return {field: self._staged[staged][: group.size] for field, staged in self._names[name].items()}
 
-    def _cut_fields(self, plan: SamplingPlan) -> dict[str, Tensor]:
-        return {
-            self._names[name][field]: to_device(values, self._device)
-            for name, group in plan.groups().items()
-            for field, values in (("rows", group.rows), *group.columns.items())
-        }
+    def _uploaded(self, group: RowGroup) -> Mapping[str, Tensor]:
+        """A group that was not staged."""
+        columns = {"rows": group.rows, **group.columns}
+        return {name: to_device(values, self._device) for name, values in columns.items()}
 
     def _open_counts(self, handle: int, prompt_ids: np.ndarray | None) -> None:
         row = self._count_rows.take(handle)
@@ -268,3 +312,16 @@ class SamplerLayer:
 
     def stopped(self, handles: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return self._sampler.columns.stopped(handles, tokens)
+
+
+def _largest_or_failed(logits: Tensor, tokens: Tensor) -> None:
+    """The largest of `logits` fp32 `[rows, vocab]` into `tokens` int32 `[rows]`."""
+    ops.greedy(logits, out=tokens)
+    # The largest logit is NaN if any is, and infinite if any is +inf or all are -inf.
+    finite = logits.gather(1, tokens.long()[:, None]).squeeze(1).abs_() < torch.inf
+    tokens.masked_fill_(~finite, FAILED_TOKEN)
+
+
+def _replace(tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    """Other tokens for `rows`; a row that has failed stays so."""
+    tokens.index_copy_(0, rows, torch.where(tokens[rows] < 0, tokens[rows], chosen))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from mstar.engine.resources.random_draw import uniforms
 from mstar.engine.resources.sampling_columns import SamplingColumns
@@ -40,40 +41,65 @@ NOBODY = RowGroup(np.empty(0, np.int64), {})
 
 @dataclass(slots=True)
 class SamplingPlan:
-    """Columns of the groups: `sampled`: handles, uniform; `penalized`: handles, table; `biased`: table, floor.
+    """Columns of the groups: `sampled`: handles, uniform; `adjusted`: handles, counts, biases (rows of the tables, 0:
+    none), floor (-inf for rows under their shortest length, else 0).
 
-    `kept` bool [rows]: rows that draw. `num_candidates` and `needs_mass` as in `choose_tokens`. `num_top`: most
-    alternatives that an `asked` row wants. `staged=False`: the groups were cut out and are not what lies in the slot.
+    `handles` int64 [rows]; `kept` bool [rows]: rows that draw. `num_candidates` and `needs_mass` as in `choose_tokens`.
+    `num_top`: most alternatives that an `asked` row wants. `has_counts`, `has_biases`: some adjusted row has one.
+    `staged=False`: the groups were cut out and are not what lies in the slot. `captured`: logits and tokens of the
+    graph that was captured with this plan.
     """
 
+    handles: np.ndarray
     kept: np.ndarray
     sampled: RowGroup = NOBODY
-    penalized: RowGroup = NOBODY
-    biased: RowGroup = NOBODY
+    adjusted: RowGroup = NOBODY
     asked: RowGroup = NOBODY
     num_candidates: int = 0
     needs_mass: bool = False
     num_top: int = 0
+    has_counts: bool = False
+    has_biases: bool = False
     staged: bool = True
+    captured: tuple[Tensor, Tensor] | None = None
 
     @property
     def plain(self) -> bool:
         """Nothing but an argmax."""
-        return not (self.sampled.size or self.penalized.size or self.biased.size or self.asked.size)
+        return not (self.sampled.size or self.adjusted.size or self.asked.size)
 
     def groups(self) -> Mapping[str, RowGroup]:
-        return {"sampled": self.sampled, "penalized": self.penalized, "biased": self.biased, "asked": self.asked}
+        return {"sampled": self.sampled, "adjusted": self.adjusted, "asked": self.asked}
+
+    def adjusted_with(self, rows: np.ndarray) -> RowGroup:
+        """`adjusted` and these `rows` (int64, rising), which have one more column: `masks`, each row's place among
+        `rows` (-1: none)."""
+        every = np.union1d(self.adjusted.rows, rows)
+        masks = np.full(every.size, -1, np.int64)
+        masks[np.searchsorted(every, rows)] = np.arange(rows.size)
+        columns = {"handles": self.handles[every], "masks": masks}
+        old = np.searchsorted(every, self.adjusted.rows)
+        for name, dtype in (("counts", np.int64), ("biases", np.int64), ("floor", np.float32)):
+            columns[name] = np.zeros(every.size, dtype)
+            if old.size:
+                columns[name][old] = self.adjusted.columns[name]
+        return RowGroup(every, columns)
 
     def narrow(self, begin: int, end: int) -> SamplingPlan:
         """The plan of rows `begin:end` alone."""
         groups = {name: group.narrow(begin, end) for name, group in self.groups().items()}
         return SamplingPlan(
+            self.handles[begin:end],
             self.kept[begin:end],
             num_candidates=self.num_candidates,
             needs_mass=self.needs_mass,
             num_top=self.num_top,
+            has_counts=self.has_counts,
+            has_biases=self.has_biases,
             staged=False,
-            **groups,
+            sampled=groups["sampled"],
+            adjusted=groups["adjusted"],
+            asked=groups["asked"],
         )
 
 
@@ -88,22 +114,21 @@ def plan_sampling(
 ) -> SamplingPlan:
     """`count_rows`, `bias_rows` int64 by handle: table rows of `TokenCounts` and `TokenBiases` (0: none).
     `sorts_all`: rows without a top-k look at the whole vocabulary at once (the second look would wait for a device)."""
-    plan = SamplingPlan(np.ones(handles.size, np.bool_) if kept is None else kept)
+    plan = SamplingPlan(handles, np.ones(handles.size, np.bool_) if kept is None else kept)
     odd = ~columns.greedy[handles]
     if kept is not None:
         odd &= kept
     if odd.any():
         _plan_sampled(plan, columns, handles, odd.nonzero()[0], sorts_all)
-    tables = count_rows[handles]
-    if tables.any():
-        rows = ((tables > 0) & plan.kept).nonzero()[0]
-        plan.penalized = RowGroup(rows, {"handles": handles[rows], "table": tables[rows]})
-    tables = bias_rows[handles]
-    if tables.any():
-        rows = ((tables > 0) & plan.kept).nonzero()[0]
-        under = columns.num_draws[handles[rows]] < columns.min_tokens[handles[rows]]
+    counts, biases = count_rows[handles], bias_rows[handles]
+    plan.has_counts, plan.has_biases = bool(counts.any()), bool(biases.any())
+    if plan.has_counts or plan.has_biases:
+        rows = (((counts > 0) | (biases > 0)) & plan.kept).nonzero()[0]
+        changed = handles[rows]
+        under = (columns.num_draws[changed] < columns.min_tokens[changed]) & (biases[rows] > 0)
         floor = np.where(under, np.float32(-np.inf), np.float32(0))
-        plan.biased = RowGroup(rows, {"table": tables[rows], "floor": floor})
+        columns_of = {"handles": changed, "counts": counts[rows], "biases": biases[rows], "floor": floor}
+        plan.adjusted = RowGroup(rows, columns_of)
     wanted = columns.num_logprobs[handles]
     if wanted.max(initial=-1) >= 0:
         rows = ((wanted >= 0) & plan.kept).nonzero()[0]

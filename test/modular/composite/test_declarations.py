@@ -53,7 +53,9 @@ def test_resources(model: CompositeModel):
     of = {node.node: {spec.key: spec for spec in node.resources} for node in model.get_node_resources()}
     assert set(of) == {LLM, CODES}
     assert isinstance(of[LLM]["kv"], PagedKVSpec)
-    assert of[CODES]["code_sampler"] == SamplerSpec("code_sampler", reference.CODE_VOCAB, samples_text=False)
+    assert of[CODES]["code_sampler"] == SamplerSpec(
+        "code_sampler", reference.CODE_VOCAB, samples_text=False, draws_in_forward=True
+    )
 
 
 def test_the_plan(model: CompositeModel):

@@ -120,18 +120,45 @@ def test_inputs_that_are_not_as_declared_run_eagerly():
     assert [tuple(latent.shape) for latent in node.seen] == [(4, 3), (2, 5), (2, 3)]
 
 
-def test_what_needs_more_than_an_argmax_runs_at_its_own_size():
-    rig = EngineRig(capture_sizes=(4,))
-    rig.open(0, PROMPTS[0])
-    rig.open(1, PROMPTS[1], SamplingParams(temperature=1.0, seed=3, max_tokens=20))
-    rig.prefill(0, 1)
-    rig.decoder.batch_sizes.clear()
-    rig.decode(0)
-    rig.decode(0, 1)
-    rig.decode(1)
-    assert rig.decoder.batch_sizes == [4, 2, 1]
-    assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 3)
-    rig.close_all()  # the slot of the dropped bucket went back
+SAMPLED = SamplingParams(
+    temperature=1.0,
+    seed=3,
+    max_tokens=20,
+    frequency_penalty=0.5,
+    bias_ids=(3,),
+    bias_values=(1.0,),
+    min_tokens=9,
+    stop_token_ids=(2,),
+    num_logprobs=3,
+)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_rows_that_sample_draw_behind_the_replay(kernels: str):
+    """Beside greedy rows and alone, in a bucket with padding: tokens and logprobs are those of eager steps."""
+    ops.select_kernels(kernels)
+    found = []
+    for sizes in ((4,), ()):
+        rig = EngineRig(capture_sizes=sizes)
+        rig.open(0, PROMPTS[0])
+        for handle in (1, 2):
+            rig.open(handle, PROMPTS[handle], SAMPLED)
+        rig.prefill(0, 1, 2)
+        rig.decoder.batch_sizes.clear()
+        logprobs: list[float] = []
+        for rows in ((0,), (0, 1), (2, 0, 1), (1,), (2, 0), (1, 2)):
+            step = rig.decode(*rows)
+            if step.outputs.logprobs is not None:
+                asked = [step.outputs.logprobs[place] for place in range(len(rows))]
+                logprobs += [value for each in asked if each for value in (each.logprob, *each.top_logprobs)]
+        if kernels == "torch":
+            assert rig.decoder.batch_sizes == ([4] * 6 if sizes else [1, 2, 3, 1, 2, 2])
+        assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 5)
+        found.append((rig.out, logprobs))
+        rig.close_all()
+    assert found[0][0] == found[1][0]
+    assert len(found[0][1]) == 7 * 4
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
 
 
 def test_the_reference_backend_is_not_captured_and_equals_the_other():

@@ -128,7 +128,9 @@ class CompositeModel(Model):
                     SamplerSpec("sampler", size("vocab_size")),
                 ),
             ),
-            NodeResourceSpec(CODES, (SamplerSpec("code_sampler", size("code_vocab"), samples_text=False),)),
+            NodeResourceSpec(
+                CODES, (SamplerSpec("code_sampler", size("code_vocab"), samples_text=False, draws_in_forward=True),)
+            ),
         )
 
     def process_prompt(self, request: PromptRequest) -> PreparedPrompt:
