@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import platform as python_platform
-import shutil
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,20 +10,20 @@ from rich.text import Text
 
 from mstar import envs
 from mstar.cli.errors import UNUSABLE, show_error
+from mstar.cli.machine import examine, show
 from mstar.cli.progress import ProgressBars
-from mstar.cli.targets import config_for
+from mstar.cli.targets import config_for, server_for
 from mstar.config.load import shipped_configs
-from mstar.config.schema import DeploymentConfig
+from mstar.config.schema import DeploymentConfig, ServerConfig
 from mstar.graph.compile import CompiledGraph
 from mstar.launch.deployment import Inspected, inspect_deployment, reasons_not_to_run
 from mstar.model.registry import CARDS
-from mstar.platforms import current_platform
 
 
 def check_command(target: str | None, overrides: Sequence[str]) -> int:
-    """Exit code 0 when everything fits, 1 otherwise. No `target`: the machine alone."""
+    """Exit code 0 when everything fits, warnings included, 1 otherwise. No `target`: the machine alone."""
     console = Console()
-    good = _check_machine(console)
+    good = show(console, examine(_server_of(target, overrides)))
     if target is not None:
         good = _check_config(console, target, overrides) and good
     return 0 if good else 1
@@ -71,28 +67,12 @@ def _inspect(target: str, overrides: Sequence[str]) -> Inspected:
         return inspect_deployment(config, cache_dir=envs.CACHE_DIR.get(), progress=bars.report)
 
 
-def _check_machine(console: Console) -> bool:
-    free_gib = current_platform.free_memory_bytes("cpu") / 2**30
-    facts = [
-        ("python", python_platform.python_version()),
-        ("torch", importlib.metadata.version("torch")),
-        ("device", current_platform.device_type()),
-        ("architecture", current_platform.arch()),
-        ("cores", str(current_platform.num_cores())),
-        ("bf16 in hardware", "yes" if current_platform.has_bf16("cpu") else "no: float32 is the default"),
-        ("free memory", f"{free_gib:.1f} GiB"),
-        ("C++ compiler", shutil.which("g++") or shutil.which("c++") or "none: the torch kernels are used"),
-        ("cache", str(envs.CACHE_DIR.get())),
-    ]
-    good = True
-    if current_platform.device_type() == "cuda" and importlib.util.find_spec("flashinfer") is None:
-        facts.append(("extra cuda", "missing: pip install 'mstar[cuda]'"))
-    for name in envs.unknown_variables():
-        facts.append((name, "is not a variable of this version"))
-        good = False
-    for name, value in facts:
-        console.print(f"{name:>18}  {value}", highlight=False, markup=False, soft_wrap=True)
-    return good
+def _server_of(target: str | None, overrides: Sequence[str]) -> ServerConfig | None:
+    """None where there is no target, or it cannot be read, which its own check explains."""
+    try:
+        return None if target is None else server_for(target, overrides)
+    except UNUSABLE:
+        return None
 
 
 def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool:

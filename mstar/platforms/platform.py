@@ -59,6 +59,19 @@ class Platform:
             return host.has_bf16()
         return self.is_rocm() or self.has_cuda_capability(8)
 
+    def device_name(self) -> str:
+        """The accelerator's name, with how many there are where it is not the only one."""
+        cuda = _torch().cuda
+        count = cuda.device_count()
+        return cuda.get_device_name() + ("" if count == 1 else f", the first of {count}")
+
+    def torch_build(self) -> str:
+        """What torch was built for: `cuda 13.0`, `rocm 7.0`, or `cpu`."""
+        version = _torch().version
+        if version.hip is not None:
+            return f"rocm {version.hip}"
+        return "cpu" if version.cuda is None else f"cuda {version.cuda}"
+
     def num_cores(self) -> int:
         """Processor cores that this process may use. No torch."""
         return host.num_cores()
