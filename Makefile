@@ -8,7 +8,7 @@ ARGS   ?=
 SECONDS ?= 60
 SEED   ?= 0
 
-.PHONY: install serve check test test-full soak fix bench docs clean
+.PHONY: install serve check test test-full soak fix bench browser docs clean
 
 # A stamp newer than what it was made from means that nothing has to be installed.
 RUNTIME := $(VENV)/.stamp-runtime
@@ -57,6 +57,9 @@ soak: install                ## real servers on tiny pools under random load, de
 bench: install               ## host cost of a step, then the front process per streamed token
 	$(BIN)/python -m benchmark.worker_phases --rows 64 --steps 300 --json
 	$(BIN)/python -m benchmark.front_bench
+
+browser: install             ## what the tests of the built-in page need beside Chromium
+	$(PIP) install --quiet -c constraints.txt -e '.[browser]'
 
 docs: install                ## HTML in docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html

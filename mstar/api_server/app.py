@@ -13,15 +13,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mstar import __version__
-from mstar.api_server import operations, token_routes
+from mstar.api_server import live_view, operations, token_routes
 from mstar.api_server.errors import error_response, param_name
 from mstar.api_server.front_state import FrontState, front_of, request_id_of
 from mstar.api_server.gate import Gate
 from mstar.api_server.openai import completions, embeddings, models
 from mstar.api_server.openapi import build_openapi
+from mstar.api_server.page import routes as page
 from mstar.conductor.events import Failure, RefusedError
 
 logger = logging.getLogger(__name__)
+ROUTERS = (
+    completions.router,
+    embeddings.router,
+    models.router,
+    token_routes.router,
+    operations.router,
+    live_view.router,
+    page.router,
+)
 
 
 def create_app(front: FrontState) -> FastAPI:
@@ -34,7 +44,7 @@ def create_app(front: FrontState) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.front = front
-    for router in (completions.router, embeddings.router, models.router, token_routes.router, operations.router):
+    for router in ROUTERS:
         app.include_router(router)
     app.add_exception_handler(RefusedError, _on_refused)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -17,6 +17,7 @@ from mstar.api_server.token_text import TokenTexts
 from mstar.conductor.events import Failure, RefusedError, RequestStream
 from mstar.conductor.handle import ConductorHandle
 from mstar.config.api_keys import AcceptedKeys
+from mstar.graph.picture import GraphPicture
 
 
 class LiveRequests:
@@ -43,7 +44,7 @@ class LiveRequests:
 @dataclass(slots=True)
 class FrontState:
     """`served_names`: what `model` may be in a request. `max_body_bytes`: as configured. `media`: loads what requests
-    name by URL."""
+    name by URL. `graph`: what the model declares, to be shown."""
 
     handle: ConductorHandle
     tokenizer: Tokenizer | None
@@ -52,6 +53,7 @@ class FrontState:
     api_keys: AcceptedKeys = field(default_factory=AcceptedKeys)
     cors_origins: tuple[str, ...] = ()
     media: MediaLoader = field(default_factory=MediaLoader)
+    graph: GraphPicture = field(default_factory=GraphPicture)
     created: int = field(default_factory=lambda: int(time.time()))
     responses: Counter[int] = field(default_factory=Counter)
     """By their status, of all requests so far."""

@@ -27,6 +27,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version", "/metrics
 """Answered without a key: probes and scrapers have none."""
 ADMIN_PATHS = "/debug/"
 """Where they begin."""
+OPEN_FOLDER = "/page/"
+"""The built-in page's own files; what it shows needs a key."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -75,14 +77,15 @@ class Gate:
             _log(scope, status, time.monotonic() - began, noted)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
-        is_open = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or scope["method"] == "OPTIONS"
         if self._keys and not is_open:
             digest = _digest_of(headers.get(b"authorization", b""))
             if not _is_among(digest, self._keys):
                 message = "Missing or wrong API key; send it as 'Authorization: Bearer KEY'."
                 return Failure(401, "invalid_api_key", message)
-            if self._admin_keys and scope["path"].startswith(ADMIN_PATHS) and not _is_among(digest, self._admin_keys):
-                return Failure(403, "no_admin_key", f"{scope['path']} shows what others do and needs an admin's key.")
+            if self._admin_keys and path.startswith(ADMIN_PATHS) and not _is_among(digest, self._admin_keys):
+                return Failure(403, "no_admin_key", f"{path} shows what others do and needs an admin's key.")
         length = headers.get(b"content-length", b"")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_body_bytes):
             return self._too_large()

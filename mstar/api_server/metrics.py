@@ -74,9 +74,7 @@ def render(handle: ConductorHandle, responses: Mapping[int, int]) -> bytes:
 def worker_families(gauges: Iterable[tuple[str, float]]) -> Iterator[Metric]:
     """Families of what workers report as `name{label="value"}`: a counter where the name ends in `_total`, a histogram
     where there are buckets, a gauge else."""
-    samples = [
-        (match["name"], match["labels"] or "", value) for text, value in gauges if (match := _GAUGE.fullmatch(text))
-    ]
+    samples = list(named_gauges(gauges))
     histograms = {name.removesuffix("_bucket") for name, _, _ in samples if name.endswith("_bucket")}
     families: dict[str, Metric] = {}
     for name, labels, value in samples:
@@ -89,9 +87,16 @@ def worker_families(gauges: Iterable[tuple[str, float]]) -> Iterator[Metric]:
             kind, base = "gauge", name
         if base not in families:
             families[base] = Metric(base, "Reported by the workers.", kind)
-        pairs = {key: re.sub(r"\\(.)", r"\1", label) for key, label in _LABEL.findall(labels)}
-        families[base].add_sample(name, pairs, value)
+        families[base].add_sample(name, labels, value)
     yield from families.values()
+
+
+def named_gauges(gauges: Iterable[tuple[str, float]]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of each; what is not written as `name{label="value"}` is left out."""
+    for text, value in gauges:
+        if match := _GAUGE.fullmatch(text):
+            found = _LABEL.findall(match["labels"] or "")
+            yield match["name"], {key: re.sub(r"\\(.)", r"\1", label) for key, label in found}, value
 
 
 def _counter(name: str, text: str, label: str, counts: Iterable[tuple[str, int]]) -> Metric:

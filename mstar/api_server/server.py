@@ -38,6 +38,7 @@ from mstar.conductor.preprocess import PreprocessPool
 from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
 from mstar.config.api_keys import accepted_keys
+from mstar.graph.picture import picture
 from mstar.model.loader.tokenizer_files import load_tokenizer
 from mstar.model.registry import build_model
 from mstar.process_log import configure_log
@@ -110,6 +111,7 @@ def assemble_front(
         media=MediaLoader(server.media),
         api_keys=accepted_keys(server),
         cors_origins=server.cors_origins,
+        graph=picture(model.walks(), model.partitions(), spec.placement),
     )
     return FrontParts(create_app(state), conductor, handle, pool)
 

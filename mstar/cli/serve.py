@@ -126,6 +126,7 @@ def ready_text(deployment: Deployment, host: str, port: int, *, asks_for_key: bo
     message = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "temperature": 0, "max_tokens": 64, "messages": [message]}, ensure_ascii=False)
     return (
+        f"In a browser: {url}/\n"
         "Try it:\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f"    -d {shlex.quote(body)}\n"

@@ -138,6 +138,12 @@ class ConductorHandle:
         reports = await self._conductor.step_reports.ask(ranks, max(0, int(since * 1e9)))
         return {rank: reports.get(rank) for rank in self._workers.states}
 
+    def worker_states(self) -> list[tuple[int, str | None, float]]:
+        """Of each worker its rank, why it cannot be used now (None: it can), and the age of the step that it is in."""
+        now = self._conductor.now()
+        states = self._workers.states.items()
+        return [(rank, self._workers.why_not_ready(now, (rank,)), state.step_age_s) for rank, state in states]
+
     def submit(self, request: GenerateRequest) -> RequestStream:
         """Takes a request on. Its prompts are prepared behind this call; what is wrong with them comes as a `Failure`.
 

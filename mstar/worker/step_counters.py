@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from mstar.engine.execution import Step
+from mstar.graph.protocol import ReadyKey
 from mstar.worker.heartbeat import StepAge
 
 REFRESH_NS = 100_000_000
@@ -42,6 +43,7 @@ class StepCounters:
         self._stage_times = stage_times
         self._steps_by_rows = [0] * (len(ROW_BOUNDS) + 1)
         self._num_rows = 0
+        self._by_node: dict[ReadyKey, list[int]] = {}
         self._refreshed_ns = 0
         self.speculated = 0
         self.fresh = 0
@@ -52,6 +54,10 @@ class StepCounters:
     def submitted(self, step: Step, before: Step | None) -> None:
         self._steps_by_rows[bisect_left(ROW_BOUNDS, step.num_rows)] += 1
         self._num_rows += step.num_rows
+        for part in step.parts:
+            activity = self._by_node.setdefault(part.taken.key, [0, 0])
+            activity[0] += 1
+            activity[1] += part.end - part.begin
         self._count_prompts(step)
         ended_ns = before.event.ended_ns if before is not None and before.event is not None else None
         if ended_ns is not None and (ended_ns == 0 or step.composed_ns < ended_ns):
@@ -90,6 +96,7 @@ class StepCounters:
             **self._gauges(),
             **self._stage_times(),
             **self._row_histogram(),
+            **self.activity(),
             "mstar_prefill_tokens_computed_total": float(self.num_prefill_tokens),
             "mstar_recomputed_tokens_total": float(self.num_recomputed_tokens),
             'mstar_steps_total{kind="speculated"}': float(self.speculated),
@@ -105,3 +112,12 @@ class StepCounters:
             "mstar_step_rows_sum": float(self._num_rows),
             "mstar_step_rows_count": float(sum(self._steps_by_rows)),
         }
+
+    def activity(self) -> dict[str, float]:
+        """Steps and rows by node and walk."""
+        gauges: dict[str, float] = {}
+        for key, (num_steps, num_rows) in self._by_node.items():
+            labels = f'{{node="{key.node}",walk="{key.walk}"}}'
+            gauges["mstar_node_steps_total" + labels] = float(num_steps)
+            gauges["mstar_node_rows_total" + labels] = float(num_rows)
+        return gauges

@@ -63,7 +63,7 @@ class FakeWorker:
     no heartbeats. `embedding`: of requests for one (None: they wait for ever). `num_queued`: requests that it says
     wait for room. `num_cached`: prompt tokens that a request finds computed. `report`: what it answers who asks for
     its steps; None: nothing. `received`: every message from the front. `num_open`: requests that hold something
-    here."""
+    here. `more_gauges`: reported with each heartbeat, beside its own."""
 
     bus: Bus[ToWorker]
     script: Script
@@ -83,6 +83,7 @@ class FakeWorker:
     received: list[ToWorker] = field(default_factory=list)
     rows: dict[str, Row] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
+    more_gauges: dict[str, float] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop | None = None
     _is_due: bool = False
 
@@ -114,6 +115,7 @@ class FakeWorker:
             'mstar_pages{pool="kv",state="owned"}': float(self.num_open),
             'mstar_pages{pool="kv",state="free"}': 100.0 - self.num_open,
             'mstar_steps_total{kind="fresh"}': 1.0,
+            **self.more_gauges,
         }
         self.say(Heartbeat(rank=self.rank, incarnation=self.incarnation, step_age_s=step_age_s, gauges=gauges))
 

@@ -116,8 +116,8 @@ def test_the_memory_plan_names_every_part_and_adds_them_up(screen: Screen):
 def test_the_ready_line_is_last_and_its_request_is_one_for_a_shell(host: str, url: str, name: str, asks_for_key: bool):
     facts = SimpleNamespace(served_names=(name, "other"))
     text = ready_text(SimpleNamespace(facts=facts), host, 8000, asks_for_key=asks_for_key)
-    first, *request, last = text.splitlines()
-    assert first == "Try it:"
+    page, first, *request, last = text.splitlines()
+    assert (page, first) == (f"In a browser: {url}/", "Try it:")
     assert last == f"mstar is ready: {name} at {url}"
     program, target, *options = shlex.split("\n".join(request).replace("\\\n", ""))
     assert (program, target) == ("curl", f"{url}/v1/chat/completions")

@@ -47,7 +47,7 @@ def _imported_roots() -> set[str]:
 def test_every_dependency_says_what_it_is_for():
     lines = (ROOT / "pyproject.toml").read_text().split("[project.scripts]")[0].split("dependencies = [", 1)[1]
     entries = [line for line in lines.splitlines() if re.match(r'\s+"', line)]
-    assert len(entries) == sum(map(len, (_requirements(), *map(_requirements, ("cuda", "test", "docs")))))
+    assert len(entries) == sum(map(len, (_requirements(), *map(_requirements, ("cuda", "test", "browser", "docs")))))
     assert [line for line in entries if not re.search(r",\s+# \S.{10,}", line)] == []
 
 
@@ -71,7 +71,7 @@ def test_every_import_is_a_dependency():
 
 def test_pins_meet_the_ranges_and_cover_every_direct_dependency():
     pins = _pins()
-    direct = [*_requirements(), *_requirements("test"), *_requirements("docs")]
+    direct = [*_requirements(), *_requirements("test"), *_requirements("browser"), *_requirements("docs")]
     assert [r.name for r in direct if canonicalize_name(r.name) not in pins] == []
     assert [str(r) for r in direct if pins[canonicalize_name(r.name)] not in r.specifier] == []
 

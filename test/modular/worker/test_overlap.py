@@ -108,6 +108,12 @@ def test_the_plain_loop_never_plans_ahead(tiny):
     counters = run.instance.parts[0].counters
     assert (counters.speculated, counters.num_abandoned) == (0, 0)
     assert counters.fresh == len(steps) == 6
+    assert counters.activity() == {
+        'mstar_node_steps_total{node="LLM",walk="prefill"}': 1,
+        'mstar_node_rows_total{node="LLM",walk="prefill"}': 3,
+        'mstar_node_steps_total{node="LLM",walk="decode"}': 5,
+        'mstar_node_rows_total{node="LLM",walk="decode"}': 15,
+    }
     run.instance.close()
 
 

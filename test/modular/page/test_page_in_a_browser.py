@@ -1,0 +1,279 @@
+"""The built-in page in a real browser, against a real front whose worker is scripted. Needs Chromium; skipped without.
+
+Nothing may be written to the browser's console and nothing may be fetched from elsewhere, whatever a test does.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.browser import browser, picture, playwright
+from support.qwen3_5_front import build_qwen_spec, image_bytes, running_qwen
+from support.running_front import RunningFront
+
+from mstar.config.schema import ServerConfig
+
+KEY, GUEST = "sesame", "guest"
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** &amp;"
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    spec = build_qwen_spec(
+        tmp_path_factory.mktemp("qwen"), server=ServerConfig(api_keys=(KEY, GUEST), admin_keys=(KEY,))
+    )
+    with running_qwen(spec) as front:
+        front.http.headers["authorization"] = f"Bearer {KEY}"
+        yield front
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator["playwright.Browser"]:
+    with browser() as launched:
+        yield launched
+
+
+@pytest.fixture
+def page(front: RunningFront, chromium: "playwright.Browser") -> Iterator["playwright.Page"]:
+    """Open, with the key given."""
+    context = chromium.new_context(viewport={"width": 1360, "height": 820})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    complaints: list[str] = []
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith((front.base_url, "data:")) else complaints.append(request.url),
+    )
+    front.call(lambda: setattr(front.worker, "step_s", 0.0))
+    page.goto(front.base_url)
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#controls input")
+    yield page
+    context.close()
+    front.wait_until(lambda: front.worker.num_open == 0)
+    assert [text for text in complaints if "401" not in text and "400" not in text] == []
+
+
+def until(page: "playwright.Page", expression: str) -> None:
+    """Waits here: the page's policy lets nobody evaluate code in it on a timer."""
+    for _ in range(400):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never true: {expression}")
+
+
+def ask(page: "playwright.Page", text: str) -> None:
+    page.fill("#prompt", text)
+    page.keyboard.press("Enter")
+
+
+def last_answer(page: "playwright.Page") -> "playwright.Locator":
+    """Of the message at the end, when it is whole."""
+    page.wait_for_selector(".message.assistant:last-child:not([aria-busy])")
+    return page.locator(".message.assistant").last
+
+
+def test_a_conversation(page: "playwright.Page", front: RunningFront):
+    front.reply("to think\n</think>\n\nThe capital of France is Paris.")
+    ask(page, "What is the capital of France?")
+    answer = last_answer(page)
+    assert answer.locator("> .text").inner_text() == "The capital of France is Paris."
+    assert answer.locator(".thought .text").text_content() == "to think"
+    assert "stop" in answer.locator(".note").inner_text() and "tokens" in answer.locator(".note").inner_text()
+    picture(page, "conversation")
+    length = len(front.openings())
+    ask(page, "And of Italy?")
+    until(page, "document.querySelectorAll('.message.assistant:not([aria-busy])').length == 2")
+    first, second = front.openings()[length - 1], front.openings()[length]
+    assert first.prompt_ids is not None and second.prompt_ids is not None
+    assert second.prompt_ids.shape[0] > first.prompt_ids.shape[0], "what was said before goes along"
+    page.click("#clear")
+    assert page.locator(".message").count() == 0
+
+
+def test_what_a_model_writes_stays_text(page: "playwright.Page", front: RunningFront):
+    front.reply(f"{MARKUP}\n</think>\n\n{MARKUP}")
+    ask(page, MARKUP)
+    answer = last_answer(page)
+    assert answer.locator("> .text").inner_text() == MARKUP
+    assert page.locator(".message.user .text").inner_text() == MARKUP
+    assert page.locator("#messages img, #messages script, #messages b").count() == 0
+
+
+def test_settings_are_made_from_the_schema_and_sent(page: "playwright.Page", front: RunningFront):
+    front.reply("</think>\n\nYes.")
+    names = page.locator("#controls label").all_inner_texts()
+    assert {"temperature", "top_p", "seed", "stop"} <= set(names)
+    assert not {"user", "audio", "messages", "stream"} & set(page.locator("#controls label").all_text_contents())
+    assert page.get_attribute("#field-temperature", "max") == "2"
+    page.fill("#field-temperature", "0.3")
+    page.fill("#field-seed", "11")
+    page.fill("#system", "Be brief.")
+    ask(page, "Well?")
+    last_answer(page)
+    sampling = front.openings()[-1].sampling
+    assert sampling.temperature == pytest.approx(0.3)
+    page.fill("#field-temperature", "3")
+    ask(page, "Again?")
+    page.wait_for_selector("#field-temperature[aria-invalid=true]")
+    assert "less than or equal to 2" in page.inner_text("#field-temperature-note")
+    assert page.input_value("#prompt") == "Again?", "what was refused can be sent again"
+    picture(page, "refused")
+    page.click("#reset")
+    page.focus("#prompt")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelectorAll('.message.assistant > .text').length == 2")
+
+
+def test_stop_and_escape_end_the_request(page: "playwright.Page", front: RunningFront):
+    token = front.tokenizer.encode("hi").ids[0]
+    front.worker.script = lambda _: iter(lambda: token, None)
+    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    ask(page, "Talk.")
+    page.wait_for_selector(".message.assistant .text")
+    page.click("#stop")
+    front.wait_until(lambda: front.worker.num_open == 0)
+    assert "stopped" in last_answer(page).locator("> .note").inner_text()
+    ask(page, "Talk on.")
+    until(page, "document.querySelectorAll('.message.assistant .text').length == 2")
+    page.keyboard.press("Escape")
+    front.wait_until(lambda: front.worker.num_open == 0)
+
+
+def test_pictures_go_along(page: "playwright.Page", front: RunningFront, tmp_path: Path):
+    file = tmp_path / "gradient.png"
+    file.write_bytes(image_bytes(size=(320, 200)))
+    front.reply("</think>\n\nA gradient.")
+    page.set_input_files("#files", file)
+    page.wait_for_selector("#attachments button")
+    ask(page, "What is this?")
+    last_answer(page)
+    assert front.openings()[-1].media
+    assert page.locator(".message.user img").evaluate("image => image.naturalWidth") == 320
+    picture(page, "picture")
+
+
+def test_calls_are_shown_and_answered(page: "playwright.Page", front: RunningFront):
+    front.reply(f"</think>\n\n{CALL}")
+    page.click("#controls summary")
+    page.fill("#field-tools", json.dumps(TOOLS))
+    ask(page, "The weather in Paris?")
+    answer = last_answer(page)
+    assert answer.locator(".call code").inner_text() == 'weather({"city":"Paris"})'
+    front.reply("</think>\n\nIt is sunny.")
+    answer.locator(".call textarea").fill("sunny")
+    picture(page, "call")
+    answer.get_by_role("button", name="Send the results").click()
+    page.wait_for_selector(".message.assistant > .text")
+    assert last_answer(page).locator("> .text").inner_text() == "It is sunny."
+    ids = front.openings()[-1].prompt_ids
+    assert ids is not None
+    page.fill("#field-tools", "[")
+    ask(page, "again")
+    page.wait_for_selector("#field-tools[aria-invalid=true]")
+
+
+def test_the_live_view_lights_up_what_runs(page: "playwright.Page", front: RunningFront):
+    walks = page.locator("#graph .walk").evaluate_all(
+        "all => all.map(walk => [walk.querySelector('h4').textContent, walk.querySelector('strong').textContent])"
+    )
+    assert {("encode", "Vision"), ("prefill", "LLM"), ("decode", "LLM")} <= set(map(tuple, walks))
+    until(page, "document.querySelector('#state').textContent == 'idle'")
+    until(page, "document.querySelector('#pools .pool')")
+    steps = 'mstar_node_steps_total{node="LLM",walk="decode"}'
+    rows = 'mstar_node_rows_total{node="LLM",walk="decode"}'
+    until(page, "document.querySelectorAll('#graph .lit').length == 0")
+    token = front.tokenizer.encode("hi").ids[0]
+    front.worker.script = lambda _: iter(lambda: token, None)
+    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    ask(page, "Talk.")
+    count = 0
+
+    def is_lit() -> bool:
+        nonlocal count
+        count += 40
+        front.call(lambda: front.worker.more_gauges.update({steps: float(count), rows: 3.0 * count}))
+        page.wait_for_timeout(200)
+        return page.locator("#graph .lit").count() == 1 and page.locator("#state").inner_text() == "busy"
+
+    assert any(is_lit() for _ in range(40))
+    lit = page.locator("#graph .loop .node.lit")
+    assert "× 3.0 rows" in lit.inner_text() and "LLM" in lit.inner_text()
+    until(page, "parseFloat(document.querySelector('#meters dd').textContent) > 5")
+    assert page.get_attribute("#history polyline", "points")
+    picture(page, "live")
+    page.keyboard.press("Escape")
+    until(page, "document.querySelectorAll('#graph .lit').length == 0")
+
+
+def test_with_the_keyboard_alone(page: "playwright.Page", front: RunningFront):
+    front.reply("</think>\n\nYes.")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"show-settings", "show-live", "theme", "field-temperature", "prompt", "send", "messages", "node"} <= reached
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input, textarea, select, button')].filter(e => !e.hidden && e.type != 'file' &&"
+        " !e.labels?.length && !e.ariaLabel && !e.textContent.trim()).map(e => e.id)"
+    )
+    assert unnamed == []
+
+
+def test_colours_and_small_windows(page: "playwright.Page"):
+    back = "getComputedStyle(document.body).backgroundColor"
+    page.select_option("#theme", "light")
+    light = page.evaluate(back)
+    page.select_option("#theme", "dark")
+    assert page.evaluate(back) != light
+    page.wait_for_timeout(600)  # colours change over half a second
+    picture(page, "dark")
+    page.reload()
+    page.wait_for_selector("#controls input", state="attached")
+    assert page.locator("#key-dialog").is_hidden(), "the key is kept for the tab"
+    assert page.evaluate(back) != light, "and the colours are kept"
+    page.set_viewport_size({"width": 390, "height": 780})
+    page.reload()
+    page.wait_for_selector("#controls input", state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    until(page, "document.querySelector('#state').textContent == 'idle'")
+    picture(page, "small")
+
+
+def test_a_wrong_key_is_asked_for_again(front: RunningFront, chromium: "playwright.Browser"):
+    page = chromium.new_page()
+    page.goto(front.base_url)
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    until(page, "document.querySelector('#key-dialog').open && !document.querySelector('#key').value")
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#controls input")
+    assert page.evaluate("Object.values(localStorage).join()") == "", "no key is left behind"
+    page.close()
+
+
+def test_the_live_view_asks_for_the_key_of_an_admin(front: RunningFront, chromium: "playwright.Browser"):
+    page = chromium.new_page()
+    front.reply("</think>\n\nYes.")
+    page.goto(front.base_url)
+    page.fill("#key", GUEST)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#meters button")
+    assert page.locator("#graph .node").count() == 0
+    ask(page, "Well?")
+    assert last_answer(page).locator("> .text").inner_text() == "Yes.", "the conversation needs none"
+    page.click("#meters button")
+    page.fill("#key", KEY)
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#graph .node")
+    page.wait_for_selector("#meters dd")
+    page.close()
