@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from base64 import b64decode
 from typing import Any
 
 import msgspec
@@ -154,6 +156,36 @@ class Completion(Struct, frozen=True):
         return self.choices[0].text
 
 
+class Embeddings(Struct, frozen=True):
+    """Answer of `/v1/embeddings`: one vector of fp32 numbers and length 1 for each input, in their order."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    model: str
+    usage: Usage
+
+
+class EncodedEmbedding(Struct, frozen=True):
+    """One entry of the answer's JSON; `embedding`: base64 of little-endian fp32 numbers."""
+
+    index: int
+    embedding: str
+
+
+class EncodedEmbeddings(Struct, frozen=True):
+    """The answer's JSON."""
+
+    data: tuple[EncodedEmbedding, ...]
+    model: str
+    usage: Usage
+
+    def decoded(self) -> Embeddings:
+        """Raises `ValueError` for what is no base64 of whole numbers."""
+        entries = sorted(self.data, key=lambda entry: entry.index)
+        blobs = [b64decode(entry.embedding, validate=True) for entry in entries]
+        vectors = tuple(struct.unpack(f"<{len(blob) // 4}f", blob) for blob in blobs)
+        return Embeddings(vectors, self.model, self.usage)
+
+
 class Modalities(Struct, frozen=True):
     """What goes in and what comes out: text, image, video and so on."""
 
@@ -162,11 +194,13 @@ class Modalities(Struct, frozen=True):
 
 
 class ModelEntry(Struct, frozen=True):
-    """A served model. `parameters`: JSON schema of its own request parameters; `capabilities`: by name."""
+    """A served model. `parameters`: JSON schema of its own request parameters; `capabilities`: by name.
+    `embedding_size`: numbers of an embedding, where it makes any."""
 
     id: str
     max_model_len: int | None = None
     root: str | None = None
+    embedding_size: int | None = None
     modalities: Modalities = Modalities()
     endpoints: tuple[str, ...] = ()
     capabilities: dict[str, Any] = {}

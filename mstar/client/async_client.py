@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from mstar.client import calls
-from mstar.client.answers import ChatCompletion, Completion, ModelEntry
+from mstar.client.answers import ChatCompletion, Completion, Embeddings, ModelEntry
 from mstar.client.calls import Call, Messages, Prompt
 from mstar.client.errors import StatusError, UnreadableAnswerError, status_error, stream_error
 from mstar.client.events import Event
@@ -126,6 +126,10 @@ class AsyncClient:
     def stream_completion(self, prompt: Prompt, **fields: Any) -> AsyncEventStream:
         """As `complete`, in events."""
         return self._stream(calls.stream_completion(prompt, fields))
+
+    async def embed(self, inputs: Prompt, **fields: Any) -> Embeddings:
+        """Vectors of a text, of token ids, or of each of several."""
+        return await self._call(calls.embed(inputs, fields))
 
     async def tokenize(
         self, prompt: str | None = None, *, messages: Messages | None = None, **fields: Any

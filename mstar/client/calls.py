@@ -5,6 +5,7 @@ Fields of a request are handed on as they are: the server refuses by name what i
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -17,6 +18,8 @@ from mstar.client.answers import (
     ChatCompletion,
     Completion,
     DetokenizedText,
+    Embeddings,
+    EncodedEmbeddings,
     ModelEntry,
     ModelList,
     Status,
@@ -72,6 +75,19 @@ def complete(prompt: Prompt, fields: Mapping[str, Any]) -> Call[Completion]:
 def stream_completion(prompt: Prompt, fields: Mapping[str, Any]) -> Call[Iterator[Event]]:
     fields = {**_WITH_USAGE, **fields, "prompt": prompt}
     return _generation("/v1/completions", _event_reader(completion_events), fields)
+
+
+def embed(inputs: Prompt, fields: Mapping[str, Any]) -> Call[Embeddings]:
+    """Asks for base64, a fifth of the numbers' text."""
+    read = _reader(EncodedEmbeddings)
+
+    def decode(body: bytes) -> Embeddings:
+        try:
+            return read(body).decoded()
+        except (ValueError, struct.error) as error:
+            raise UnreadableAnswerError(f"an embedding cannot be read: {error}") from error
+
+    return _generation("/v1/embeddings", decode, {**fields, "input": inputs, "encoding_format": "base64"})
 
 
 def tokenize(prompt: str | None, messages: Messages | None, fields: Mapping[str, Any]) -> Call[list[int]]:

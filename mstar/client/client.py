@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 
 from mstar.client import calls
-from mstar.client.answers import ChatCompletion, Completion, ModelEntry
+from mstar.client.answers import ChatCompletion, Completion, Embeddings, ModelEntry
 from mstar.client.calls import Call, Messages, Prompt
 from mstar.client.errors import StatusError, UnreadableAnswerError, status_error, stream_error
 from mstar.client.events import Event
@@ -124,6 +124,10 @@ class Client:
     def stream_completion(self, prompt: Prompt, **fields: Any) -> EventStream:
         """As `complete`, in events."""
         return self._stream(calls.stream_completion(prompt, fields))
+
+    def embed(self, inputs: Prompt, **fields: Any) -> Embeddings:
+        """Vectors of a text, of token ids, or of each of several."""
+        return self._call(calls.embed(inputs, fields))
 
     def tokenize(self, prompt: str | None = None, *, messages: Messages | None = None, **fields: Any) -> list[int]:
         """Token ids of a text, or of a conversation through the chat template."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import numpy as np
 import pytest
 from support.qwen3_5_front import image_bytes
 from support.running_front import MAX_SEQ_LEN, MODEL, RunningFront
@@ -39,7 +40,8 @@ from mstar.client import (
     text_part,
 )
 from mstar.client.sse import EventSplitter, ServerEvent
-from mstar.communication.messages import SamplingParams, TokenLogprobs
+from mstar.communication.host_tensors import from_numpy
+from mstar.communication.messages import HostTensor, OpenRequest, SamplingParams, TokenLogprobs
 
 KEY = "sesame"
 REPLY = " The capital\u2028of France\u0085is Paris.\n    indented 你好 😀 naïve."
@@ -108,6 +110,27 @@ def test_logprobs(client: Client, front: RunningFront):
     assert sum(len(content or ()) for content in streamed) == len(logprobs.content)
     legacy = client.complete("a", logprobs=1, max_tokens=3).choices[0].logprobs
     assert legacy is not None and len(legacy.tokens) == len(legacy.token_logprobs) == 3
+
+
+def test_embeddings(client: Client, front: RunningFront):
+    vectors = {1: (0.5, -0.25, 1e-7), 2: (1.0, 0.0, -3.5)}
+
+    def by_length(opening: OpenRequest) -> HostTensor:
+        assert opening.prompt_ids is not None
+        return from_numpy(np.array(vectors[min(opening.prompt_ids.shape[0], 2)], np.float32))
+
+    front.worker.embedding = by_length
+    answer = client.embed([[5], [5, 6, 7], [5]])
+    assert [np.float32(vector).tolist() for vector in answer.vectors] == [
+        np.float32(vectors[length]).tolist() for length in (1, 2, 1)
+    ]
+    assert (answer.model, answer.usage.prompt_tokens, answer.usage.completion_tokens) == (MODEL, 5, 0)
+    assert len(client.embed("a text").vectors) == 1
+    with pytest.raises(BadRequestError) as bad:
+        client.embed("a text", dimensions=1)
+    assert bad.value.param == "dimensions"
+    embedding = client.models()[0].embedding_size
+    assert embedding is not None and embedding > 1
 
 
 def test_tokens_and_models(client: Client, front: RunningFront):
@@ -282,6 +305,14 @@ def test_a_stream_that_is_none_is_an_error(body: bytes):
         pytest.raises(UnreadableAnswerError),
     ):
         list(client.stream_chat("hi", model="m"))
+
+
+@pytest.mark.parametrize("text", ["AAA", "AAAA", "é"])
+def test_an_embedding_that_is_none_is_an_error(text: str):
+    entry = f'{{"index":0,"embedding":"{text}"}}'
+    body = f'{{"data":[{entry}],"model":"m","usage":{{"prompt_tokens":1,"total_tokens":1}}}}'.encode()
+    with answering((200, {}, body)) as (url, _), Client(url) as client, pytest.raises(UnreadableAnswerError):
+        client.embed("hi", model="m")
 
 
 def test_an_answer_that_is_none_is_an_error():

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.checkpoints import byte_level_bpe, tiny_llama, write_directory
@@ -15,7 +16,8 @@ from support.repository import ROOT
 from support.running_front import RunningFront
 
 from examples import offline
-from mstar.communication.messages import OpenRequest
+from mstar.communication.host_tensors import from_numpy
+from mstar.communication.messages import HostTensor, OpenRequest
 
 END_TOKEN = 2
 EXAMPLES = ROOT / "examples"
@@ -78,6 +80,17 @@ def test_tools(front: RunningFront):
 
     front.worker.script = script
     assert run("tools", front.base_url) == 'weather({"city":"Paris"})\nClear, 21 degrees.\n'
+
+
+def test_embeddings(front: RunningFront):
+    vectors = iter(((0.6, 0.8), (1.0, 0.0), (0.0, 1.0), (-0.6, -0.8)))
+
+    def embed(_: OpenRequest) -> HostTensor:
+        return from_numpy(np.array(next(vectors), np.float32))
+
+    front.worker.embedding = embed
+    lines = run("embeddings", front.base_url).splitlines()
+    assert [line.split()[0] for line in lines] == ["0.600", "0.800", "-1.000"]
 
 
 def test_offline(tmp_path: Path):

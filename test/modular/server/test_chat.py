@@ -141,12 +141,15 @@ def test_the_request_to_try_answers_paris(server: Server, _started, source: str)
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("example", ["chat", "streaming", "many_at_once"])
-def test_examples_get_answers_of_the_model(server: Server, example: str):
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [("chat", "France"), ("streaming", "(length)"), ("many_at_once", "France"), ("embeddings", "Bread")],
+)
+def test_examples_get_answers_of_the_model(server: Server, example: str, says: str):
     command = [sys.executable, ROOT / "examples" / f"{example}.py", server.url]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert ("(length)" if example == "streaming" else "France") in done.stdout
+    assert says in done.stdout
 
 
 def test_the_memory_plan_has_the_weights_in_it(_started):
