@@ -18,6 +18,7 @@ from mstar.api_server.errors import error_response, param_name
 from mstar.api_server.front_state import FrontState, front_of, request_id_of
 from mstar.api_server.gate import Gate
 from mstar.api_server.openai import completions, embeddings, models
+from mstar.api_server.openai.responses import route as responses
 from mstar.api_server.openapi import build_openapi
 from mstar.api_server.page import routes as page
 from mstar.conductor.events import Failure, RefusedError
@@ -25,6 +26,7 @@ from mstar.conductor.events import Failure, RefusedError
 logger = logging.getLogger(__name__)
 ROUTERS = (
     completions.router,
+    responses.router,
     embeddings.router,
     models.router,
     token_routes.router,

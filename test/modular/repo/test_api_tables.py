@@ -9,6 +9,8 @@ from support.repository import PACKAGE, ROOT, dotted, package_files, tree
 from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
 from mstar.api_server.openai.embedding_schema import EmbeddingRequest
+from mstar.api_server.openai.fields import GenerationFields
+from mstar.api_server.openai.responses.schema import ResponseRequest
 from mstar.api_server.openapi import ERROR_STATUSES
 
 PAGE = (ROOT / "docs" / "serving.rst").read_text()
@@ -58,6 +60,9 @@ def _fields_in(heading: str) -> set[str]:
 
 def test_fields_of_other_routes_are_documented():
     assert _fields_in("Embeddings") == _supported(EmbeddingRequest)
+    of_chats = _supported(GenerationFields)
+    assert _fields_in("Responses") | of_chats == _supported(ResponseRequest) | {"max_tokens", "n"}
+    assert _fields_in("Responses") - of_chats == _supported(ResponseRequest) - of_chats
 
 
 def _routes() -> set[str]:

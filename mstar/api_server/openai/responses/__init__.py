@@ -1,0 +1,1 @@
+"""`/v1/responses`, on top of chat completions."""
