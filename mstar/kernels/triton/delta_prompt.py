@@ -20,6 +20,8 @@ PAST = 3
 _NORM_EPS = tl.constexpr(1e-6)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _COLUMNS = 1024
+_TILE = 32
+"""Tokens of a program: few, so that enough programs find registers."""
 
 
 class ChunkInputs(NamedTuple):
@@ -37,58 +39,70 @@ class ChunkInputs(NamedTuple):
 @triton.jit
 def _prepare_kernel(
     qkv, b, a, conv_weight, a_log, dt_bias, conv_state, slots, has_state, starts, chunks, q, k, v, log2_decay, beta,
-    qkv_stride, b_stride, a_stride, weight_stride, conv_slot,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr,
+    qkv_stride, b_stride, a_stride, weight_stride, tap_stride, conv_slot,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one chunk of one head's queries, keys or values."""
+    """One program: `TILE` tokens of one chunk of one head's queries, keys or values."""
     CHANNELS: tl.constexpr = (2 * KEY_HEADS + VALUE_HEADS) * DIM
-    chunk = tl.program_id(0)
+    chunk = tl.program_id(0) // (TOKENS // TILE)
+    tile = tl.program_id(0) % (TOKENS // TILE)
     head = tl.program_id(1)
     row = tl.load(chunks + 2 * chunk)
     first = tl.load(chunks + 2 * chunk + 1) * TOKENS
     begin = tl.load(starts + row)
     length = tl.load(starts + row + 1) - begin
-    history = conv_state + tl.load(slots + row) * conv_slot
-    oldest = tl.where(tl.load(has_state + row) != 0, -3, 0)
-    place = first + tl.arange(0, TOKENS)  # in the row
-    channel = head * DIM + tl.arange(0, DIM)
-    inside = place < length
-    mixed = tl.zeros([TOKENS, DIM], tl.float32)
-    for tap in tl.static_range(4):
-        source = place + (tap - 3)
-        new = tl.load(
-            qkv + (begin + source)[:, None] * qkv_stride + channel[None, :],
-            mask=(inside & (source >= 0))[:, None] & (channel >= 0)[None, :],
-            other=0.0,
-        )
-        old = tl.load(
-            history + (3 + source)[:, None] * CHANNELS + channel[None, :],
-            mask=((source < 0) & (source >= oldest))[:, None] & (channel >= 0)[None, :],
-            other=0.0,
-        )
-        weight = tl.load(conv_weight + channel * weight_stride + tap).to(tl.float32)
-        mixed += weight[None, :] * (new.to(tl.float32) + old.to(tl.float32))
-    mixed = mixed * tl.sigmoid(mixed)
-    token = begin + place
-    lane = tl.arange(0, DIM)
-    if head < 2 * KEY_HEADS:
-        mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 1) + _NORM_EPS)[:, None]
-        at = token[:, None] * (KEY_HEADS * DIM) + (head % KEY_HEADS) * DIM + lane[None, :]
-        num_queries = tl.where(head < KEY_HEADS, length, 0)
-        tl.store(q + at, mixed.to(q.dtype.element_ty), mask=(place < num_queries)[:, None] & (lane >= 0)[None, :])
-        is_key = (place >= num_queries) & inside
-        tl.store(k + at, mixed.to(k.dtype.element_ty), mask=is_key[:, None] & (lane >= 0)[None, :])
-    else:
-        value_head = head - 2 * KEY_HEADS
-        at = token[:, None] * (VALUE_HEADS * DIM) + value_head * DIM + lane[None, :]
-        tl.store(v + at, mixed.to(v.dtype.element_ty), mask=inside[:, None] & (lane >= 0)[None, :])
-        step = tl.load(a + token * a_stride + value_head, mask=inside, other=0.0).to(tl.float32)
-        step += tl.load(dt_bias + value_head)
-        softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
-        decay = tl.where(inside, -tl.exp(tl.load(a_log + value_head)) * softplus, 0.0)
-        gate = tl.load(b + token * b_stride + value_head, mask=inside, other=0.0).to(tl.float32)
-        tl.store(log2_decay + token * VALUE_HEADS + value_head, tl.cumsum(decay, 0) * _LOG2_E, mask=inside)
-        tl.store(beta + token * VALUE_HEADS + value_head, tl.sigmoid(gate), mask=inside)
+    if first + tile * TILE < length:
+        lane = tl.arange(0, DIM)
+        channel = head * DIM + lane
+        every = (channel >= 0)[None, :]
+        place = first + tile * TILE + tl.arange(0, TILE)  # in the row
+        inside = place < length
+        mixed = tl.zeros([TILE, DIM], tl.float32)
+        for tap in tl.static_range(4):
+            source = place + (tap - 3)
+            x = tl.load(
+                qkv + (begin + source)[:, None] * qkv_stride + channel[None, :],
+                mask=(inside & (source >= 0))[:, None] & every,
+                other=0.0,
+            )
+            weight = tl.load(conv_weight + channel * weight_stride + tap * tap_stride).to(tl.float32)
+            mixed += weight[None, :] * x.to(tl.float32)
+        if first + tile == 0:
+            if tl.load(has_state + row) != 0:
+                history = conv_state + tl.load(slots + row) * conv_slot
+                for tap in tl.static_range(3):
+                    source = place + (tap - 3)
+                    x = tl.load(
+                        history + (3 + source)[:, None] * CHANNELS + channel[None, :],
+                        mask=(source < 0)[:, None] & every,
+                        other=0.0,
+                    )
+                    weight = tl.load(conv_weight + channel * weight_stride + tap * tap_stride).to(tl.float32)
+                    mixed += weight[None, :] * x.to(tl.float32)
+        mixed = mixed * tl.sigmoid(mixed)
+        token = begin + place
+        if head < 2 * KEY_HEADS:
+            mixed = mixed * tl.rsqrt(tl.sum(mixed * mixed, 1) + _NORM_EPS)[:, None]
+            to = q
+            if head >= KEY_HEADS:
+                to = k
+            at = token[:, None] * (KEY_HEADS * DIM) + (head % KEY_HEADS) * DIM + lane[None, :]
+            tl.store(to + at, mixed.to(q.dtype.element_ty), mask=inside[:, None] & every)
+        else:
+            value_head = head - 2 * KEY_HEADS
+            at = token[:, None] * (VALUE_HEADS * DIM) + value_head * DIM + lane[None, :]
+            tl.store(v + at, mixed.to(v.dtype.element_ty), mask=inside[:, None] & every)
+            if tile == 0:
+                whole = first + tl.arange(0, TOKENS)
+                exists = whole < length
+                each = begin + whole
+                step = tl.load(a + each * a_stride + value_head, mask=exists, other=0.0).to(tl.float32)
+                step += tl.load(dt_bias + value_head)
+                softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
+                decay = tl.where(exists, -tl.exp(tl.load(a_log + value_head)) * softplus, 0.0)
+                gate = tl.load(b + each * b_stride + value_head, mask=exists, other=0.0).to(tl.float32)
+                tl.store(log2_decay + each * VALUE_HEADS + value_head, tl.cumsum(decay, 0) * _LOG2_E, mask=exists)
+                tl.store(beta + each * VALUE_HEADS + value_head, tl.sigmoid(gate), mask=exists)
 
 
 @triton.jit
@@ -141,10 +155,10 @@ def prepare_chunks(
     q, k = (qkv.new_empty(1, tokens, key_heads, dim) for _ in range(2))
     v = qkv.new_empty(1, tokens, heads, dim)
     log2_decay, beta = (torch.empty((1, tokens, heads), dtype=torch.float32, device=qkv.device) for _ in range(2))
-    _prepare_kernel[(chunks.shape[0], 2 * key_heads + heads)](
+    _prepare_kernel[(chunks.shape[0] * (CHUNK // _TILE), 2 * key_heads + heads)](
         qkv, b, a, conv_weight, a_log, dt_bias, conv_state, slots, has_state, starts, chunks, q, k, v, log2_decay, beta,
-        qkv.stride(0), b.stride(0), a.stride(0), conv_weight.stride(0), conv_state.stride(0),
-        KEY_HEADS=key_heads, VALUE_HEADS=heads, DIM=dim, TOKENS=CHUNK, num_warps=8,
+        qkv.stride(0), b.stride(0), a.stride(0), *conv_weight.stride(), conv_state.stride(0),
+        KEY_HEADS=key_heads, VALUE_HEADS=heads, DIM=dim, TOKENS=CHUNK, TILE=_TILE, num_warps=4,
     )  # fmt: skip
     channels = conv_state.shape[2]
     _remember_kernel[(slots.shape[0], triton.cdiv(channels, _COLUMNS))](

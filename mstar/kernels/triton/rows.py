@@ -126,23 +126,25 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
 @triton.jit
 def _gated_norm_kernel(
     x, z, weight, out, eps, heads, x_stride, z_stride, out_stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) // heads).to(tl.int64)
-    inner = tl.arange(0, BLOCK)
-    inside = inner < DIM
-    scale = tl.load(weight + inner, mask=inside, other=0.0).to(tl.float32)
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    inner = tl.arange(0, BLOCK)[None, :]
+    inside = (head < heads) & (inner < DIM)
+    scale = tl.load(weight + inner, mask=inner < DIM, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    columns = (tl.program_id(0) % heads) * DIM + inner
+    columns = head * DIM + inner
     wide = tl.load(x + token * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(z + token * z_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    result = gated_norm(wide, gate, scale, eps, DIM, x.dtype.element_ty)
+    normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 1) / DIM + eps)[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    result = (normalized * scale).to(x.dtype.element_ty).to(tl.float32) * (gate * tl.sigmoid(gate))
     tl.store(out + token * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gated_norm(wide, gate, scale, eps, DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """Of one head, all arguments fp32; the caller rounds the result once more."""
+    """Of one head in another kernel; all arguments are fp32, and the caller rounds the result once more."""
     normalized = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)).to(DTYPE).to(tl.float32)
     return (normalized * scale).to(DTYPE).to(tl.float32) * (gate * tl.sigmoid(gate))
 
@@ -156,9 +158,10 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor
     heads = x.shape[1] // dim
     if x.shape[0]:
         block = next_power_of_2(dim)
-        _gated_norm_kernel[(x.shape[0] * heads,)](
+        together = max(1, min(next_power_of_2(heads), 1024 // block))  # a head alone would be little for a program
+        _gated_norm_kernel[(x.shape[0], triton.cdiv(heads, together))](
             x, z, weight, out, eps, heads, x.stride(0), z.stride(0), out.stride(0), DIM=dim, BLOCK=block,
-            num_warps=1 if block <= 512 else 4, **dependent_launch(x),
+            HEADS=together, num_warps=4, **dependent_launch(x),
         )  # fmt: skip
     return out
 
