@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mstar.kernels.triton.launch import dependent_launch, dot, next_power_of_2, wait_for_inputs
+from mstar.kernels.triton.launch import dependent_launch, dot, let_next_start, next_power_of_2, wait_for_inputs
 from mstar.kernels.triton.rope import has_plain_slots
 
 _NOTHING = tl.constexpr(-1e30)
@@ -43,12 +43,13 @@ def _attend_kernel(
     KEYS: tl.constexpr, SPAN: tl.constexpr, MOST_PARTS: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
     CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0)
     kv_head = tl.program_id(1)
     first_part = tl.program_id(2)
     num_programs = tl.num_programs(2)
     row, seen = _row_and_keys(q_starts, kv_lens, token, num_rows, ROWS, CAUSAL)
+    wait_for_inputs(PDL)
     if row < num_rows:
         span = _span(seen, KEYS, SPAN, MOST_PARTS)
         num_parts = tl.maximum(tl.cdiv(seen, span), 1)
@@ -87,10 +88,11 @@ def _sum_parts_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: its parts in their order, `TOGETHER` of them asked for before the first arrives."""
-    wait_for_inputs(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0)
     head = tl.program_id(1)
     row, seen = _row_and_keys(q_starts, kv_lens, token, num_rows, ROWS, CAUSAL)
+    wait_for_inputs(PDL)
     span = _span(seen, KEYS, SPAN, MOST_PARTS)
     num_parts = tl.cdiv(seen, span)
     if (row < num_rows) & (num_parts > 1):

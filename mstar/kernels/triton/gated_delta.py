@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mstar.kernels.fused_norms import GatedNorm
-from mstar.kernels.triton.launch import dependent_launch, next_power_of_2, wait_for_inputs
+from mstar.kernels.triton.launch import dependent_launch, let_next_start, next_power_of_2, wait_for_inputs
 from mstar.kernels.triton.rows import gated_norm
 
+_EARLY_ROWS = 32
 _NORM_EPS = tl.constexpr(1e-6)
 
 
@@ -24,15 +25,18 @@ def _delta_kernel(
     z, norm_weight, eps, qkv_stride, b_stride, a_stride, weight_stride, tap_stride, conv_slot, delta_slot, out_stride,
     z_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DIM: tl.constexpr, SINGLE: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`SINGLE` goes without the loop, which costs twice the registers even where it turns once."""
+    """`SINGLE` goes without the loop, which costs twice the registers even where it turns once. `EARLY` reads the state
+    before the wait: what comes before made it in an earlier step."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     i = tl.arange(0, DIM)
     decay_rate = tl.exp(tl.load(a_log + head))
     bias = tl.load(dt_bias + head)
-    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    if not EARLY:
+        wait_for_inputs(PDL)
     begin = tl.load(q_starts + row)
     end = tl.load(q_starts + row + 1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -42,6 +46,8 @@ def _delta_kernel(
     num_known = tl.where(flag != 0, num_owned, 0)
     state_at = delta_state + slot * delta_slot + (head * DIM + i)[:, None] * DIM + i[None, :]
     state = tl.load(state_at, mask=(i < num_known)[:, None], other=0.0).to(tl.float32)
+    if EARLY:
+        wait_for_inputs(PDL)
     history = conv_state + slot * conv_slot
     if SINGLE:
         state = _turn(
@@ -207,7 +213,7 @@ def gated_delta(
         qkv.stride(0), b.stride(0), a.stride(0), *conv_weight.stride(), conv_state.stride(0), delta_state.stride(0),
         out.stride(0), 0 if norm is None else norm.z.stride(0),
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, DIM=dim, SINGLE=max_tokens == 1, NORM=norm is not None,
-        num_warps=4, **launch,
+        EARLY=rows <= _EARLY_ROWS, num_warps=4, **launch,
     )  # fmt: skip
     if value_heads != key_heads:
         shared = 2 * key_heads * dim

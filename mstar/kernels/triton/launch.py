@@ -1,8 +1,9 @@
 """How the kernels are launched: power-of-two blocks, programmatic dependent launch, and dots of either dtype.
 
 Runs on the thread of the forward. With programmatic dependent launch a kernel starts while the one before it still runs
-and waits for its results itself. Before `wait_for_inputs` a kernel may therefore read weights only: any other tensor
-may still be in the making, and not by the previous kernel alone, since several may overlap.
+and waits for its results itself. Before `wait_for_inputs` a kernel may therefore read only what was there before the
+forward: weights, a step's staged columns, states that this forward has not written. Any other tensor may still be in
+the making, and not by the previous kernel alone, since several may overlap.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ def dependent_launch(x: Tensor) -> dict[str, Any]:
 @cache
 def _can_launch_dependents() -> bool:
     return current_platform.has_cuda_capability(9)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """What comes next may begin, and read its weights, as soon as every program of this kernel has got here."""
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
