@@ -25,3 +25,13 @@ class GatedNorm(NamedTuple):
     z: Tensor
     weight: Tensor
     eps: float
+
+
+class AddNorm(NamedTuple):
+    """Of a residual stream after something was added to it; see `mstar.kernels.ops.fused_add_rms_norm`.
+    `residual [tokens, width]` is written, `weight [width]`."""
+
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    zero_centered: bool

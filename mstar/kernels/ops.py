@@ -14,6 +14,7 @@ Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view
     pack_linear(weight, bias=None)                                      -> PackedLinear, once at load
     linear(x, packed, out=None, out_dtype=None)                         [..., in] -> [..., out]
     gated_linear(x, packed, out=None)                                   silu_and_mul(linear(x, packed))
+    linear_add_norm(x, packed, then)                                    fused_add_rms_norm(linear(x, packed), *then)
     embedding(ids, table, out=None)                                     table: Tensor or PackedLinear (tied weights)
     rms_norm(x, weight, eps, out=None, zero_centered=False)             any leading shape; out may be x
     fused_add_rms_norm(x, residual, weight, eps, zero_centered=False)   residual += x; x = rms_norm(residual); in place
@@ -49,7 +50,7 @@ from torch import Tensor
 from mstar.kernels import reference
 from mstar.kernels.cpu.native import NativeKernels
 from mstar.kernels.experts import moe_mlp, pack_experts, router_top_k
-from mstar.kernels.fused_norms import HeadNorms
+from mstar.kernels.fused_norms import AddNorm, HeadNorms
 from mstar.kernels.linear_attention import gated_delta, gated_rms_norm
 from mstar.kernels.packed import PackedLinear
 from mstar.kernels.selection import (
@@ -71,6 +72,7 @@ __all__ = [
     "pack_linear",
     "linear",
     "gated_linear",
+    "linear_add_norm",
     "embedding",
     "rms_norm",
     "fused_add_rms_norm",
@@ -123,6 +125,15 @@ def gated_linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> 
         if result is not NotImplemented:
             return result
     return silu_and_mul(linear(x, packed), out)
+
+
+def linear_add_norm(x: Tensor, packed: PackedLinear, then: AddNorm) -> Tensor:
+    """`linear` of ``x [tokens, in_features]``, added to ``then.residual`` in place; returns the norm of that."""
+    if x.is_cuda and (device_kernels := triton_kernels()) is not None:
+        result = device_kernels.linear_add_norm(x, packed, then)
+        if result is not NotImplemented:
+            return result
+    return fused_add_rms_norm(linear(x, packed), *then)
 
 
 def embedding(ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.engine.layer_handles import AttentionHandle, FindLayer, RotaryHandle
-from mstar.kernels.fused_norms import HeadNorms
+from mstar.kernels.fused_norms import AddNorm, HeadNorms
 from mstar.layers.linear import Linear
 
 
@@ -60,6 +60,6 @@ class SelfAttention(nn.Module):
         self.attend = PagedAttention(layer_index, attn_key=attn_key, pos_key=pos_key)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, hidden]`."""
-        return self.o_proj(self.attend(self.qkv_proj(x)))
+    def forward(self, x: Tensor, then: AddNorm | None = None) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, hidden]`. `then`: see `Linear.forward_then`."""
+        return self.o_proj.forward_then(self.attend(self.qkv_proj(x)), then)

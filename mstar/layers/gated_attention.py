@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
-from mstar.kernels.fused_norms import HeadNorms
+from mstar.kernels.fused_norms import AddNorm, HeadNorms
 from mstar.layers.attention import PagedAttention
 from mstar.layers.linear import Linear
 from mstar.layers.norm import RMSNorm
@@ -42,9 +42,9 @@ class GatedAttention(nn.Module):
         self.attend = PagedAttention(layer_index, attn_key=attn_key, pos_key=pos_key)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, hidden]`."""
+    def forward(self, x: Tensor, then: AddNorm | None = None) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, hidden]`. `then`: see `Linear.forward_then`."""
         wide = self.qkv_gate_proj(x)
         qkv, gate = wide[:, : self.qkv_width], wide[:, self.qkv_width :]
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, zero_centered=True)
-        return self.o_proj(ops.sigmoid_mul(self.attend(qkv, norms), gate))
+        return self.o_proj.forward_then(ops.sigmoid_mul(self.attend(qkv, norms), gate), then)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.engine.layer_handles import FindLayer, GatedDeltaWeights, LinearAttentionHandle
+from mstar.kernels.fused_norms import AddNorm
 from mstar.layers.linear import Linear
 from mstar.layers.norm import GatedRMSNorm
 
@@ -60,10 +61,11 @@ class GatedDeltaNet(nn.Module):
     def bind_resources(self, find: FindLayer) -> None:
         self._delta = find(self.delta_key, self.layer_index)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, hidden]`."""
+    def forward(self, x: Tensor, then: AddNorm | None = None) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, hidden]`. `then`: see `Linear.forward_then`."""
         qkv, gate, b, a = self.in_proj(x).split(self.widths, 1)
-        return self.out_proj(self._delta.mix(qkv, b, a, self.weights, norm=self.norm.by(gate)))
+        mixed = self._delta.mix(qkv, b, a, self.weights, norm=self.norm.by(gate))
+        return self.out_proj.forward_then(mixed, then)
 
 
 def _empty(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import AddNorm
 from mstar.kernels.packed import PackedLinear
 
 
@@ -46,6 +47,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
         return ops.linear(x, self.packed)
+
+    def forward_then(self, x: Tensor, then: AddNorm | None) -> Tensor:
+        """`forward` of `x [tokens, in_features]`; with `then` the product is added to its residual, and the norm of
+        that returned."""
+        return self(x) if then is None else ops.linear_add_norm(x, self.packed, then)
 
 
 @runtime_checkable

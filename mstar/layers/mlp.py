@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import AddNorm
 from mstar.layers.linear import Linear
 
 
@@ -25,6 +26,6 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, hidden]`."""
-        return self.down_proj(ops.gated_linear(x, self.gate_up_proj.packed))
+    def forward(self, x: Tensor, then: AddNorm | None = None) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, hidden]`. `then`: see `Linear.forward_then`."""
+        return self.down_proj.forward_then(ops.gated_linear(x, self.gate_up_proj.packed), then)

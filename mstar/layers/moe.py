@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
+from mstar.kernels.fused_norms import AddNorm
 from mstar.kernels.packed import PackedExperts
 from mstar.layers.embedding import OutputHead
 from mstar.layers.mlp import GatedMLP
@@ -74,9 +75,10 @@ class SharedExpertMoE(nn.Module):
         self.experts = Experts(num_experts, hidden_size, expert_width, dtype=dtype, device=device)
         self.shared_expert = GatedMLP(hidden_size, shared_width, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, hidden]`."""
+    def forward(self, x: Tensor, then: AddNorm | None = None) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, hidden]`. `then`: see `Linear.forward_then`."""
         scores = self.router(x)  # fp32 [tokens, experts + 1]
         ids, weights = ops.router_top_k(scores[:, : self.num_experts], self.num_chosen)
         shared = ops.sigmoid_mul(self.shared_expert(x), scores[:, self.num_experts :])
-        return self.experts(x, ids, weights, shared)
+        mixed = self.experts(x, ids, weights, shared)
+        return mixed if then is None else ops.fused_add_rms_norm(mixed, *then)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mstar.kernels import ops
-from mstar.kernels.fused_norms import GatedNorm
+from mstar.kernels.fused_norms import AddNorm, GatedNorm
 
 
 class RMSNorm(nn.Module):
@@ -33,9 +33,9 @@ class RMSNorm(nn.Module):
         """The norm written over `x [..., width]`, which may be a view such as some heads of each token."""
         return ops.rms_norm(x, self.weight, self.eps, out=x, zero_centered=self.zero_centered)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`residual += x`, then the norm of it written over `x`, which is returned."""
-        return ops.fused_add_rms_norm(x, residual, self.weight, self.eps, zero_centered=self.zero_centered)
+    def onto(self, residual: Tensor) -> AddNorm:
+        """The norm of `residual` after an addition to it, as an argument of what is added."""
+        return AddNorm(residual, self.weight, self.eps, self.zero_centered)
 
 
 class GatedRMSNorm(nn.Module):

@@ -13,12 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mstar.kernels.fused_norms import GatedNorm, HeadNorms
+from mstar.kernels.fused_norms import AddNorm, GatedNorm, HeadNorms
 from mstar.kernels.packed import PackedExperts, PackedLinear
-from mstar.kernels.triton import attention_decode, attention_prefill, experts, gated_delta, greedy, products, rope, rows
-
-_FEW_ROWS = 1
-"""Up to so many, products by `products` are faster than the library's; see `benchmark.kernel_bench --products`."""
+from mstar.kernels.triton import (
+    attention_decode,
+    attention_prefill,
+    experts,
+    gated_delta,
+    greedy,
+    products,
+    rope,
+    rows,
+    tile_products,
+)
 
 
 class TritonKernels:
@@ -34,8 +41,10 @@ class TritonKernels:
             return NotImplemented
         if out is None:
             out = torch.empty((x.shape[0], packed.out_features), dtype=dtype, device=x.device)
-        if x.shape[0] <= _FEW_ROWS and products.row_product(x, packed.data, packed.bias, out) is not NotImplemented:
+        if x.shape[0] == 1 and products.row_product(x, packed.data, packed.bias, out) is not NotImplemented:
             return out
+        if x.shape[0] <= tile_products.FEW_ROWS and _takes_tiles(x, packed) and out.stride(1) == 1:
+            return tile_products.tile_product(x, packed.data, out)
         if dtype is x.dtype:
             bias = packed.bias
             return (
@@ -47,12 +56,20 @@ class TritonKernels:
         return out if packed.bias is None else out.add_(packed.bias)
 
     def gated_linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None) -> Tensor:
-        width = packed.out_features // 2
-        if x.dim() != 2 or x.shape[0] > _FEW_ROWS or not packed.data.is_cuda:
+        if x.dim() != 2 or not packed.data.is_cuda:
             return NotImplemented
         if out is None:
-            out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-        return products.gated_row_product(x, packed.data, packed.bias, out)
+            out = torch.empty((x.shape[0], packed.out_features // 2), dtype=x.dtype, device=x.device)
+        if x.shape[0] == 1:
+            return products.gated_row_product(x, packed.data, packed.bias, out)
+        if not _takes_tiles(x, packed) or out.stride(1) != 1:
+            return NotImplemented
+        return tile_products.gated_tile_product(x, packed.data, out)
+
+    def linear_add_norm(self, x: Tensor, packed: PackedLinear, then: AddNorm) -> Tensor:
+        if x.dim() != 2 or not _takes_tiles(x, packed) or then.residual.stride(1) != 1 or then.weight.stride(0) != 1:
+            return NotImplemented
+        return rows.sum_and_norm(tile_products.product_parts(x, packed.data), *then)
 
     def norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, zero_centered: bool
@@ -162,3 +179,8 @@ class LinearAttentionKernels:
             qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out,
             max_tokens, norm,
         )  # fmt: skip
+
+
+def _takes_tiles(x: Tensor, packed: PackedLinear) -> bool:
+    is_bf16 = x.dtype is packed.dtype is torch.bfloat16
+    return is_bf16 and packed.bias is None and packed.data.is_cuda and tile_products.serves(x, packed.data)

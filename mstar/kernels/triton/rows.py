@@ -18,26 +18,31 @@ _COLUMNS = 1024  # of one program, where columns do not depend on each other
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, out, eps, inner, x_outer, x_inner, residual_outer, out_outer, out_inner,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, out, eps, inner, x_outer, x_inner, x_part, residual_outer, out_outer, out_inner,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    DTYPE: tl.constexpr = residual.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    value = tl.load(x + (row // inner) * x_outer + (row % inner) * x_inner + columns, mask=inside, other=0.0)
+    at = x + (row // inner) * x_outer + (row % inner) * x_inner + columns
+    value = tl.load(at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(at + part * x_part, mask=inside, other=0.0)
     if ADD:
         at = residual + row * residual_outer + columns
-        total = tl.load(at, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)
-        value = total.to(x.dtype.element_ty)
+        total = tl.load(at, mask=inside, other=0.0).to(tl.float32) + value.to(DTYPE).to(tl.float32)
+        value = total.to(DTYPE)
         tl.store(at, value, mask=inside)
     wide = value.to(tl.float32)
     normalized = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     if ZERO_CENTERED:
         result = normalized * (1.0 + scale)
     else:
-        result = normalized.to(x.dtype.element_ty).to(tl.float32) * scale
+        result = normalized.to(DTYPE).to(tl.float32) * scale
     to = out + (row // inner) * out_outer + (row % inner) * out_inner + columns
     tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
@@ -59,10 +64,23 @@ def norm(
         return out
     block = next_power_of_2(width)
     _norm_kernel[(outer * inner,)](
-        x, x if residual is None else residual, weight, out, eps, inner, x_outer, x_inner,
+        x, x if residual is None else residual, weight, out, eps, inner, x_outer, x_inner, 0,
         0 if residual is None else residual.stride(0), out_layout[2], out_layout[3],
-        WIDTH=width, BLOCK=block, ADD=residual is not None, ZERO_CENTERED=zero_centered, num_warps=_num_warps(block),
-        **dependent_launch(x),
+        WIDTH=width, BLOCK=block, PARTS=1, ADD=residual is not None, ZERO_CENTERED=zero_centered,
+        num_warps=_num_warps(block), **dependent_launch(x),
+    )  # fmt: skip
+    return out
+
+
+def sum_and_norm(parts: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    """`norm` with a residual, of the sum of ``parts [parts, rows, width]`` (fp32) in the residual's dtype."""
+    num_parts, rows, width = parts.shape
+    out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
+    block = next_power_of_2(width)
+    _norm_kernel[(rows,)](
+        parts, residual, weight, out, eps, 1, parts.stride(1), 0, parts.stride(0), residual.stride(0), out.stride(0), 0,
+        WIDTH=width, BLOCK=block, PARTS=num_parts, ADD=True, ZERO_CENTERED=zero_centered,
+        num_warps=min(16, 2 * _num_warps(block)), **dependent_launch(residual),
     )  # fmt: skip
     return out
 

@@ -20,7 +20,8 @@ from mstar.model.llama.config import LlamaConfig
 
 
 class LlamaLayer(nn.Module):
-    """One decoder layer. `x` is its normalized input, `residual` the stream that the layer adds to, in place."""
+    """One decoder layer. `x` is its normalized input, `residual` the stream that the layer adds to, in place; what it
+    returns is the next layer's `x`, by `next_norm`."""
 
     def __init__(self, c: LlamaConfig, index: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -40,10 +41,9 @@ class LlamaLayer(nn.Module):
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size, bias=c.mlp_bias, dtype=dtype, device=device)
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What the layer's MLP adds to `residual` (not added yet): the next norm does both."""
-        x = self.post_attention_layernorm.add_and_norm(self.self_attn(x), residual)
-        return self.mlp(x)
+    def forward(self, x: Tensor, residual: Tensor, next_norm: RMSNorm) -> Tensor:
+        x = self.self_attn(x, self.post_attention_layernorm.onto(residual))
+        return self.mlp(x, next_norm.onto(residual))
 
 
 class LlamaNetwork(nn.Module):
@@ -71,7 +71,7 @@ class LlamaNetwork(nn.Module):
         residual = self.embed_tokens.embed(tokens)  # [tokens, hidden]
         x = self.layers[0].input_layernorm(residual)
         for layer, next_norm in zip(self.layers, self._norms_after_layers(), strict=True):
-            x = next_norm.add_and_norm(layer(x, residual), residual)
+            x = layer(x, residual, next_norm)
         return x
 
     def _norms_after_layers(self) -> list[RMSNorm]:

@@ -23,7 +23,8 @@ from mstar.model.qwen3_5.config import FULL, Qwen35Config
 
 
 class Qwen35Layer(nn.Module):
-    """One decoder layer. `x` is its normalized input, `residual` the stream that the layer adds to, in place.
+    """One decoder layer. `x` is its normalized input, `residual` the stream that the layer adds to, in place; what it
+    returns is the next layer's `x`, by `next_norm`.
 
     `index` counts all layers, `place` those of the same type.
     """
@@ -76,10 +77,10 @@ class Qwen35Layer(nn.Module):
         self.input_layernorm = _norm(c, dtype=dtype, device=device)
         self.post_attention_layernorm = _norm(c, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """What the layer's feed-forward part adds to `residual` (not added yet): the next norm does both."""
-        mixed = self.self_attn(x) if self.mixes_by_attention else self.linear_attn(x)
-        return self.mlp(self.post_attention_layernorm.add_and_norm(mixed, residual))
+    def forward(self, x: Tensor, residual: Tensor, next_norm: RMSNorm) -> Tensor:
+        mix = self.self_attn if self.mixes_by_attention else self.linear_attn
+        x = mix(x, self.post_attention_layernorm.onto(residual))
+        return self.mlp(x, next_norm.onto(residual))
 
 
 class Qwen35Network(nn.Module):
@@ -111,7 +112,7 @@ class Qwen35Network(nn.Module):
         residual = embeddings
         x = self.layers[0].input_layernorm(residual)
         for layer, next_norm in zip(self.layers, self._norms_after_layers(), strict=True):
-            x = next_norm.add_and_norm(layer(x, residual), residual)
+            x = layer(x, residual, next_norm)
         return x
 
     def _norms_after_layers(self) -> list[RMSNorm]:

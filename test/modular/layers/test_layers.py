@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mstar.engine.layer_handles import bind_layers
+from mstar.kernels import ops
 from mstar.layers.attention import PagedAttention, SelfAttention
 from mstar.layers.embedding import OutputHead, TiedEmbedding, TokenEmbedding
 from mstar.layers.linear import Linear, pack_weights
@@ -57,10 +58,22 @@ def test_rms_norm_alone_and_with_the_residual(zero_centered: bool):
 
     torch.testing.assert_close(norm(x), formula(x))
     total = x + residual
-    result = norm.add_and_norm(x, residual)
+    result = ops.fused_add_rms_norm(x, *norm.onto(residual))
     torch.testing.assert_close(residual, total)
     torch.testing.assert_close(result, formula(total))
     assert result.data_ptr() == x.data_ptr()
+
+
+def test_a_map_may_bring_the_norm_after_it():
+    linear, norm = Linear(20, 32, dtype=torch.float32), RMSNorm(32, 1e-3, dtype=torch.float32)
+    weight, scale = _fill(linear)["weight"], _fill(norm)["weight"]
+    pack_weights(linear)
+    x, residual = torch.randn(3, 20, generator=GENERATOR), torch.randn(3, 32, generator=GENERATOR)
+    total = residual + functional.linear(x, weight)
+    result = linear.forward_then(x, norm.onto(residual))
+    torch.testing.assert_close(residual, total, rtol=1e-4, atol=1e-4)
+    expected = total / (total.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * scale
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gated_mlp():
