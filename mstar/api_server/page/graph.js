@@ -4,11 +4,15 @@ import { byId, el } from "./dom.js";
 
 export class Graph {
   constructor() {
-    this.nodes = new Map(); // "node walk" → {box, count, steps, rows}
+    this.nodes = new Map(); // "node walk" → its counts and its boxes
+    this.hasSeen = false; // counts that are there at the first look are no news
   }
 
-  build(graph) {
+  // `numWorkers`: where there are several, each node says which one it runs on.
+  build(graph, numWorkers) {
+    this.numWorkers = numWorkers;
     this.nodes.clear();
+    this.hasSeen = false;
     const partitions = graph.partitions.map((partition) =>
       el("section", { "aria-label": `Partition ${partition.name}` },
         graph.partitions.length > 1 ? el("h3", {}, partition.name) : null,
@@ -33,8 +37,10 @@ export class Graph {
     const tells = [`worker ${node.rank}`, node.inputs.length ? `takes ${node.inputs.join(", ")}` : null,
       ...node.outputs.map(edge)].filter(Boolean).join("\n");
     const box = el("div", { class: "node", tabindex: "0", title: tells, "aria-label": `${node.name} in ${walk}: ${tells}` },
-      el("strong", {}, node.name), count);
-    this.nodes.set(`${node.name} ${walk}`, { box, count, steps: 0, rows: 0, isKnown: false });
+      el("strong", {}, node.name), this.numWorkers > 1 ? el("span", { class: "rank" }, `worker ${node.rank}`) : null, count);
+    const key = `${node.name} ${walk}`;
+    if (!this.nodes.has(key)) this.nodes.set(key, { steps: 0, rows: 0, boxes: [] });
+    this.nodes.get(key).boxes.push({ box, count });
     return box;
   }
 
@@ -43,12 +49,16 @@ export class Graph {
     for (const { node, walk, steps, rows } of activity) {
       const entry = this.nodes.get(`${node} ${walk}`);
       if (!entry) continue;
-      const ran = entry.isKnown && steps >= entry.steps ? steps - entry.steps : 0;
+      const ran = this.hasSeen && steps >= entry.steps ? steps - entry.steps : 0;
       const rate = seconds > 0 ? ran / seconds : 0;
-      entry.box.classList.toggle("lit", ran > 0);
-      entry.count.textContent = ran ? `${rate.toFixed(rate < 10 ? 1 : 0)} steps/s × ${((rows - entry.rows) / ran).toFixed(1)} rows` : `${steps} steps`;
-      Object.assign(entry, { steps, rows, isKnown: true });
+      const text = ran ? `${rate.toFixed(rate < 10 ? 1 : 0)} steps/s × ${((rows - entry.rows) / ran).toFixed(1)} rows` : `${steps} steps`;
+      for (const { box, count } of entry.boxes) {
+        box.classList.toggle("lit", ran > 0);
+        count.textContent = text;
+      }
+      Object.assign(entry, { steps, rows });
     }
+    this.hasSeen = true;
   }
 }
 

@@ -19,7 +19,8 @@ export class Live {
   // Where this needs another key than the one that is known, the panel asks for it.
   async start() {
     try {
-      this.graph.build(await getJson("/debug/graph"));
+      const [graph, view] = await Promise.all([getJson("/debug/graph"), getJson("/debug/live")]);
+      this.graph.build(graph, view.workers.length);
     } catch (error) {
       if (error.status !== 403) throw error;
       const again = () => askForKey().then(() => this.start());

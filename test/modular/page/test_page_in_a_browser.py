@@ -7,12 +7,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.browser import browser, picture, playwright
+from support.composite.deployment import PLACEMENTS, Composite
 from support.qwen3_5_front import build_qwen_spec, image_bytes, running_qwen
 from support.running_front import RunningFront
 
 from mstar.config.schema import ServerConfig
+from mstar.graph.picture import picture as picture_of
 
 KEY, GUEST = "sesame", "guest"
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
@@ -211,6 +214,25 @@ def test_the_live_view_lights_up_what_runs(page: "playwright.Page", front: Runni
     picture(page, "live")
     page.keyboard.press("Escape")
     until(page, "document.querySelectorAll('#graph .lit').length == 0")
+
+
+def test_a_graph_of_several_partitions(page: "playwright.Page", front: RunningFront, tmp_path: Path):
+    model = Composite(tmp_path).model
+    graph = picture_of(model.walks(), model.partitions(), PLACEMENTS["three_workers"])
+    body = msgspec.json.encode(graph).decode()
+    live = front.http.get("/debug/live").json()
+    live["workers"] = [{"rank": rank, "problem": None, "step_age_s": 0} for rank in range(3)]
+    page.route("**/debug/live", lambda route: route.fulfill(body=json.dumps(live), content_type="application/json"))
+    page.route("**/debug/graph", lambda route: route.fulfill(body=body, content_type="application/json"))
+    page.reload()
+    page.wait_for_selector("#graph .node")
+    assert page.locator("#graph section").count() == 2
+    assert page.locator("#graph .loop .sequential > .loop .node").count() == 1, "a loop in a loop"
+    assert len(page.locator("#graph .node").all()) == 8
+    assert page.locator("#graph .rank").all_inner_texts().count("worker 1") == 4
+    assert "of audio" in page.inner_text("#graph > .note")
+    assert page.evaluate("document.querySelector('#graph').scrollWidth <= document.querySelector('#graph').clientWidth")
+    picture(page, "composite")
 
 
 def test_with_the_keyboard_alone(page: "playwright.Page", front: RunningFront):
