@@ -44,9 +44,20 @@ def main() -> int:
 
 
 class FrontChild:
-    """Use as a context: the process is up and its worker ready inside, unless `with_worker` is false."""
+    """Use as a context: the process is up and its worker ready inside, unless `with_worker` is false. `send_bytes`:
+    what the kernel keeps of what a client has not read (0: as much as it likes)."""
 
-    def __init__(self, folder: Path, script: Script, *, open_files: int = 0, with_worker: bool = True, **server: Any):
+    def __init__(
+        self,
+        folder: Path,
+        script: Script,
+        *,
+        open_files: int = 0,
+        send_bytes: int = 0,
+        with_worker: bool = True,
+        **server: Any,
+    ):
+        self._send_bytes = send_bytes
         self._folder = folder
         self._script = script
         self._with_worker = with_worker
@@ -59,6 +70,8 @@ class FrontChild:
 
     def __enter__(self) -> "FrontChild":
         listener = socket.create_server(("127.0.0.1", 0))
+        if self._send_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_bytes)
         self.port = listener.getsockname()[1]
         self.supervisor: ZmqBus[ToSupervisor] = ZmqBus(f"ipc://{self._folder}/supervisor", decode_to_supervisor)
         self.supervisor.connect("front", f"ipc://{self._folder}/front")

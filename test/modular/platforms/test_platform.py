@@ -9,16 +9,20 @@ from mstar.platforms.platform import Platform
 
 
 def _torch(
-    available: bool, hip: str | None = None, capability: tuple[int, int] = (9, 0), gcn: str = ""
+    available: bool, hip: str | None = None, capability: tuple[int, int] = (9, 0), gcn: str = "", num_devices: int = 1
 ) -> SimpleNamespace:
     """The few facts of torch that a platform reads."""
     cuda = SimpleNamespace(
+        device_count=lambda: num_devices,
+        get_device_name=lambda: "A Fast One",
         is_available=lambda: available,
         get_device_capability=lambda: capability,
         get_device_properties=lambda: SimpleNamespace(gcnArchName=gcn),
         mem_get_info=lambda: (3 << 30, 4 << 30),
     )
-    return SimpleNamespace(cuda=cuda, version=SimpleNamespace(hip=hip))
+    return SimpleNamespace(
+        cuda=cuda, version=SimpleNamespace(hip=hip, cuda="13.0" if available and hip is None else None)
+    )
 
 
 def _platform(monkeypatch: pytest.MonkeyPatch, **facts) -> Platform:
@@ -55,6 +59,14 @@ def test_amd_is_cuda_to_torch_and_has_no_cuda_capability(monkeypatch: pytest.Mon
     assert (device.device_type(), device.arch(), device.is_rocm()) == ("cuda", "gfx942", True)
     assert not device.has_cuda_capability(7)
     assert device.has_bf16("cuda")
+
+
+def test_what_a_device_and_a_build_are_called(monkeypatch: pytest.MonkeyPatch):
+    assert _platform(monkeypatch, available=True).device_name() == "A Fast One"
+    assert _platform(monkeypatch, available=True, num_devices=4).device_name() == "A Fast One, the first of 4"
+    assert _platform(monkeypatch, available=True).torch_build() == "cuda 13.0"
+    assert _platform(monkeypatch, available=True, hip="6.4").torch_build() == "rocm 6.4"
+    assert _platform(monkeypatch, available=False).torch_build() == "cpu"
 
 
 def test_the_real_torch_agrees_with_itself():
