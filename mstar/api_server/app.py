@@ -17,6 +17,7 @@ from mstar.api_server import live_view, operations, token_routes
 from mstar.api_server.errors import error_response, param_name
 from mstar.api_server.front_state import FrontState, front_of, request_id_of
 from mstar.api_server.gate import Gate
+from mstar.api_server.generate import route as generate
 from mstar.api_server.openai import completions, embeddings, models
 from mstar.api_server.openai.responses import route as responses
 from mstar.api_server.openapi import build_openapi
@@ -28,6 +29,7 @@ ROUTERS = (
     completions.router,
     responses.router,
     embeddings.router,
+    generate.router,
     models.router,
     token_routes.router,
     operations.router,

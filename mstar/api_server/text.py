@@ -30,8 +30,9 @@ class Detokenizer:
 
     __slots__ = ("_decode", "_ids", "_shown", "_start", "_told")
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int] = ()) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self, tokenizer: Tokenizer | None, prompt_tail: Sequence[int] = ()) -> None:
+        """`tokenizer`: None, then no token has a text."""
+        self._decode = _no_text if tokenizer is None else tokenizer.decode
         self._ids = list(prompt_tail)
         self._start = 0
         self._told = len(self._ids)
@@ -55,6 +56,10 @@ class Detokenizer:
         return text.rstrip(REPLACEMENT)
 
 
+def _no_text(ids: Sequence[int]) -> str:
+    return ""
+
+
 class Piece(NamedTuple, Generic[T]):
     """Text that may be shown now, and the notes of the tokens that it completes."""
 
@@ -74,7 +79,7 @@ class ChoiceText(Generic[T]):
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         *,
         end_tokens: Container[int] = (),
         stops: StopAutomaton | None = None,

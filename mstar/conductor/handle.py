@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,6 +116,11 @@ class ConductorHandle:
 
     def why_not_ready(self) -> str | None:
         return self._workers.why_not_ready(self._conductor.now())
+
+    @property
+    def modality_of(self) -> Mapping[str, str]:
+        """What each emitted signal is, by signal."""
+        return self._walks.modality_of
 
     @property
     def num_worker_restarts(self) -> int:

@@ -19,7 +19,7 @@ from mstar.communication.messages import MediaSpan
 from mstar.graph.base import Walks
 from mstar.streaming.topology import PartitionTopology
 
-TEXT_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+TEXT_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate")
 """Of a model that writes text."""
 
 

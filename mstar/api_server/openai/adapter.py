@@ -75,7 +75,7 @@ def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str, media: Sequ
         template_variables=body.chat_template_kwargs or {},
     )
     answer = _answer_format(tools, facts)
-    return _text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, answer, clamps=False)
+    return text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, answer, clamps=False)
 
 
 def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str) -> TextRequest:
@@ -85,7 +85,7 @@ def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str)
     clamps = body.max_tokens is None
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = prompt_inputs(body.prompt, "completion", facts)
-    return _text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
+    return text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
 
 
 def tool_mappings(tools: Sequence[ToolFields]) -> tuple[dict[str, Any], ...]:
@@ -124,7 +124,7 @@ def model_parameters(values: dict[str, object] | None, facts: ModelFacts) -> Bas
         raise RefusedError(failure._replace(param=param)) from None
 
 
-def _text_request(
+def text_request(
     body: GenerationFields,
     facts: ModelFacts,
     request_id: str,
@@ -136,6 +136,8 @@ def _text_request(
     *,
     clamps: bool,
 ) -> TextRequest:
+    """What all requests for text have in common. `max_tokens_field`: the field that `max_tokens` came in. `clamps`: the
+    client did not ask for `max_tokens`."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is only allowed when stream is true.", "stream_options")
     num_choices = body.n or 1

@@ -22,7 +22,16 @@ from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import NOT_ASKED, TokenNote
 from mstar.api_server.openai.usage import Usage
 from mstar.api_server.text import ChoiceText, Piece
-from mstar.conductor.events import Event, Failure, FinishedEvent, PreparedEvent, RefusedError, RequestStream, TokenEvent
+from mstar.conductor.events import (
+    Event,
+    Failure,
+    FinishedEvent,
+    PreparedEvent,
+    RefusedError,
+    RequestStream,
+    TensorEvent,
+    TokenEvent,
+)
 from mstar.conductor.handle import ConductorHandle
 
 
@@ -39,14 +48,18 @@ class Output(NamedTuple):
 class TextOutputs:
     """One request that has been taken on; `close` it whatever happens, which aborts it where it has not ended."""
 
-    def __init__(self, handle: ConductorHandle, request: TextRequest, tokenizer: Tokenizer) -> None:
-        """Raises `RefusedError` if the request is not taken on."""
+    keeps_notes = False
+    """Every token has a note, logprobs or not."""
+
+    def __init__(self, handle: ConductorHandle, request: TextRequest, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: None where tokens are given out as they are. Raises `RefusedError` if the request is not taken
+        on."""
         self.request = request
         self.usage = Usage(request.generate.num_choices, counts_reasoning=request.tells_reasoning)
         self.stream: RequestStream = handle.submit(request.generate)
         self.num_results = request.generate.num_results
         self._handle = handle
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.choices: list[ChoiceText[TokenNote]] = [self._new_choice(()) for _ in range(self.num_results)]
         self.readers: list[AnswerReader] = []
         """One for each choice of an answer that is taken apart."""
@@ -68,7 +81,7 @@ class TextOutputs:
             RefusedError: the request failed before anything was sent.
         """
         events: list[Event] = []
-        while not any(isinstance(event, TokenEvent | FinishedEvent) for event in events):
+        while not any(isinstance(event, TokenEvent | TensorEvent | FinishedEvent) for event in events):
             events += await self.stream.take()
             for event in events:
                 if isinstance(event, Failure):
@@ -90,7 +103,7 @@ class TextOutputs:
 
     def _new_choice(self, prompt_tail: Sequence[int]) -> ChoiceText[TokenNote]:
         return ChoiceText(
-            self._tokenizer,
+            self.tokenizer,
             end_tokens=self.request.end_tokens,
             stops=self.request.stops,
             prompt_tail=prompt_tail,
@@ -116,7 +129,7 @@ class TextOutputs:
         choice = self.choices[event.choice]
         was_stopped = choice.is_stopped
         note = None
-        if event.logprobs is not None or self.readers:
+        if event.logprobs is not None or self.readers or self.keeps_notes:
             note = TokenNote(event.token, event.logprobs or NOT_ASKED, choice.num_told)
         piece = choice.push_noted(event.token, note)
         if choice.is_stopped and not was_stopped:

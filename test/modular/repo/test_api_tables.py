@@ -6,6 +6,7 @@ import re
 from pydantic.fields import FieldInfo
 from support.repository import PACKAGE, ROOT, dotted, package_files, tree
 
+from mstar.api_server.generate.schema import GenerateBody
 from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
 from mstar.api_server.openai.embedding_schema import EmbeddingRequest
@@ -61,6 +62,7 @@ def _fields_in(heading: str) -> set[str]:
 def test_fields_of_other_routes_are_documented():
     assert _fields_in("Embeddings") == _supported(EmbeddingRequest)
     of_chats = _supported(GenerationFields)
+    assert _fields_in("Generate") | of_chats == _supported(GenerateBody) | {"stream_options"}
     assert _fields_in("Responses") | of_chats == _supported(ResponseRequest) | {"max_tokens", "n"}
     assert _fields_in("Responses") - of_chats == _supported(ResponseRequest) - of_chats
 

@@ -1,0 +1,1 @@
+"""`/generate`, this server's own route: whatever a model emits, as typed events."""
