@@ -52,8 +52,8 @@ async function start() {
     document.title = `M* ${model.id}`;
     attachments.allow(model.modalities.input);
     controls.build(document_.components.schemas.ChatRequest, document_.components.schemas, model.parameters);
-    await live.start();
     byId("prompt").focus();
+    await live.start();
   } catch (error) {
     state(error.message, "bad");
   }

@@ -4,6 +4,7 @@ Nothing may be written to the browser's console and nothing may be fetched from 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from mstar.graph.picture import picture as picture_of
 KEY, GUEST = "sesame", "guest"
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+UNWELL = {"error": {"message": "a worker is starting", "type": "server_error", "param": None, "code": "not_ready"}}
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** &amp;"
 
 
@@ -60,7 +62,7 @@ def page(front: RunningFront, chromium: "playwright.Browser") -> Iterator["playw
     yield page
     context.close()
     front.wait_until(lambda: front.worker.num_open == 0)
-    assert [text for text in complaints if "401" not in text and "400" not in text] == []
+    assert [text for text in complaints if not re.search(r"status of (400|401|500|503)", text)] == []
 
 
 def until(page: "playwright.Page", expression: str) -> None:
@@ -150,6 +152,31 @@ def test_stop_and_escape_end_the_request(page: "playwright.Page", front: Running
     front.wait_until(lambda: front.worker.num_open == 0)
 
 
+def test_what_goes_wrong_is_said(page: "playwright.Page", front: RunningFront):
+    token = front.tokenizer.encode("hi").ids[0]
+    front.worker.script = lambda _: iter(lambda: token, None)
+    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    ask(page, "Talk.")
+    page.wait_for_selector(".message.assistant .text")
+    rid = next(iter(front.worker.rows))
+    front.call(lambda: front.worker.fail(rid, "logits are not finite"))
+    answer = last_answer(page)
+    assert "logits are not finite" in answer.locator(".error").inner_text()
+    assert answer.locator(".thought .text").inner_text().startswith("h"), "what came before stays"
+    front.reply("</think>\n\nYes.")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json=UNWELL))
+    ask(page, "Again?")
+    page.wait_for_selector(".error >> text=a worker is starting")
+    assert page.input_value("#prompt") == "Again?"
+    page.unroute("**/v1/chat/completions")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.assistant > .text >> text=Yes.")
+    page.route("**/debug/live", lambda route: route.fulfill(status=500, json={}))
+    until(page, "document.querySelector('#state').textContent == 'no connection'")
+    page.unroute("**/debug/live")
+    until(page, "document.querySelector('#state').textContent == 'idle'")
+
+
 def test_pictures_go_along(page: "playwright.Page", front: RunningFront, tmp_path: Path):
     file = tmp_path / "gradient.png"
     file.write_bytes(image_bytes(size=(320, 200)))
@@ -237,7 +264,8 @@ def test_a_graph_of_several_partitions(page: "playwright.Page", front: RunningFr
 
 def test_with_the_keyboard_alone(page: "playwright.Page", front: RunningFront):
     front.reply("</think>\n\nYes.")
-    assert page.evaluate("document.activeElement.id") == "prompt"
+    until(page, "document.activeElement.id == 'prompt'")
+    page.wait_for_selector("#graph .node")
     reached = set()
     for _ in range(60):
         page.keyboard.press("Tab")
