@@ -6,7 +6,7 @@ What a schema cannot say is checked here: ids against the vocabulary, fields aga
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -34,7 +34,8 @@ GREEDY_TOP_P = 1e-30
 @dataclass(frozen=True, slots=True)
 class TextRequest:
     """A request for text: what the conductor gets, and what the front itself does with the tokens. `num_logprobs`:
-    most likely tokens to show beside each (None: no logprobs). `answer`: how the text is taken apart (None: not)."""
+    most likely tokens to show beside each (None: no logprobs). `answer`: how the text is taken apart (None: not).
+    `echoes`: each text begins with its prompt's."""
 
     generate: GenerateRequest
     model: str
@@ -44,6 +45,7 @@ class TextRequest:
     includes_usage: bool
     num_logprobs: int | None
     answer: AnswerFormat | None
+    echoes: bool = False
 
     @property
     def tells_reasoning(self) -> bool:
@@ -82,10 +84,13 @@ def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str)
     """A text completion."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise bad_request("best_of is only supported when it equals n.", "best_of")
+    if body.echo and body.logprobs is not None:
+        raise bad_request("echo with logprobs is not supported: prompt tokens have no logprobs here.", "echo")
     clamps = body.max_tokens is None
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     prompts = prompt_inputs(body.prompt, "completion", facts)
-    return text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
+    asked = text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
+    return replace(asked, echoes=bool(body.echo))
 
 
 def tool_mappings(tools: Sequence[ToolFields]) -> tuple[dict[str, Any], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
 
@@ -36,6 +36,6 @@ class CompletionRequest(GenerationFields):
         Discriminator(prompt_kind, custom_error_type="prompt_kind", custom_error_message=PROMPT_KINDS),
     ]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES, description="Only equal to n.")] | None = None
-    echo: Literal[False] | None = None
+    echo: Annotated[bool | None, Field(description="The text begins with the prompt's; not with logprobs.")] = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     suffix: Unsupported = None

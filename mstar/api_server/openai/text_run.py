@@ -20,6 +20,7 @@ from mstar.api_server.openai.text_outputs import Output, TextOutputs
 from mstar.api_server.sse import DONE, SSE_HEADERS, error_event
 from mstar.conductor.events import Event, Failure, RefusedError, TokenEvent
 from mstar.conductor.handle import ConductorHandle
+from mstar.conductor.request import PromptInput
 
 
 class TextRun(TextOutputs):
@@ -32,6 +33,8 @@ class TextRun(TextOutputs):
         super().__init__(handle, request, tokenizer)
         self.shape = shape
         self._offsets = [0] * self.num_results
+        prompts = request.generate.prompts if request.echoes else ()
+        self._echoes = [_text_of(prompt, tokenizer) for prompt in prompts for _ in range(request.generate.num_choices)]
 
     async def whole(self) -> bytes:
         """The whole response.
@@ -40,6 +43,8 @@ class TextRun(TextOutputs):
             RefusedError: the request failed.
         """
         answers = [WholeAnswer() for _ in range(self.num_results)]
+        for answer, echo in zip(answers, self._echoes, strict=False):
+            answer.add(ContentDelta(echo))
         notes: list[list[TokenNote]] = [[] for _ in range(self.num_results)]
         reasons = [""] * self.num_results
         while events := await self.stream.take():
@@ -62,6 +67,7 @@ class TextRun(TextOutputs):
         """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body.
         With `writer`, passes that bring only tokens are written without waking this task."""
         body = [self.shape.opening_chunk(index) for index in range(self.num_results)]
+        body += [self.shape.delta_chunk(index, ContentDelta(echo), (), 0) for index, echo in enumerate(self._echoes)]
         add = self._add_of_a_token() or self._add
         is_plain = add != self._add
         stream = self.stream
@@ -154,6 +160,10 @@ class TextRun(TextOutputs):
             notes = output.notes if index == len(deltas) else ()
             body.append(self.shape.delta_chunk(choice, delta, notes, self._offsets[choice]))
             self._offsets[choice] += len(delta.text) if type(delta) is ContentDelta else 0
+
+
+def _text_of(prompt: PromptInput, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(prompt.token_ids or ()) if prompt.text is None else prompt.text
 
 
 class TextStreamResponse(Response):

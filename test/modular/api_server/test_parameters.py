@@ -300,7 +300,7 @@ def test_what_is_not_supported_is_refused_by_name(front: RunningFront, field: st
     assert front.chat(max_tokens=1, **{field: legal}).status_code == 200
 
 
-@pytest.mark.parametrize(("field", "wrong", "legal"), [("suffix", "x", None), ("echo", True, False), ("best_of", 2, 1)])
+@pytest.mark.parametrize(("field", "wrong", "legal"), [("suffix", "x", None), ("best_of", 2, 1)])
 def test_what_text_completions_do_not_support(front: RunningFront, field: str, wrong: Any, legal: Any):
     assert refused(front, TEXT, **{field: wrong})["param"] == field
     assert front.complete(max_tokens=1, **{field: legal}).status_code == 200
