@@ -31,8 +31,10 @@ class TensorStore:
     """See the module docstring. Ids are positive (`NO_TENSOR` and `LIVE_COLUMN` never are); those of a batch are
     consecutive and given out again once all of them are free."""
 
-    def __init__(self, num_ids: int = 4096) -> None:
-        """`num_ids`: room at the start; the columns double when it is used up."""
+    def __init__(self, num_ids: int = 4096, device: torch.device | None = None) -> None:
+        """`num_ids`: room at the start; the columns double when it is used up. `device`: where the tensors are kept;
+        those that come from elsewhere (clients, other workers) are copied there. None: where they are."""
+        self._device = device
         self._refs = np.full(num_ids, _DEAD, np.int32)
         self._batch_of = np.zeros(num_ids, np.int32)
         self._next_id = 1
@@ -60,6 +62,8 @@ class TensorStore:
         rows = tensor.shape[0]
         if rows == 0:
             return np.empty(0, np.int64)
+        if self._device is not None:
+            tensor = tensor.to(self._device, non_blocking=True)
         start = self._take_range(rows)
         if self._free_batches:
             batch = self._free_batches.pop()

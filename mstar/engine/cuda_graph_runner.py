@@ -7,54 +7,19 @@ padding bugs show on a CPU.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mstar.engine.cuda_graph_config import BucketKey
-from mstar.engine.device_graph import DeviceGraph, GraphMemory
+from mstar.engine.graph_handle import GraphHandle
 from mstar.engine.output_ring import poison_tensor
 from mstar.engine.staging import DeviceBlock, StagingLayout
 from mstar.engine.step_inputs import Found
 from mstar.engine.touched import Touched
-from mstar.kernels import ops
-from mstar.kernels.tape import RecordError
-
-log = logging.getLogger(__name__)
-
-
-class GraphHandle:
-    """A forward over static buffers, recorded once. `is_recorded`: replaying runs no Python of the forward."""
-
-    def __init__(self) -> None:
-        self._run: Callable[[], None] | None = None
-        self.is_recorded = False
-
-    def capture(self, run: Callable[[], None], memory: GraphMemory | None = None) -> None:
-        """Run, and keep it for `replay`. `memory`: of the device's graphs, where the forward runs on one. What `run`
-        raises ends start-up; on a CPU a forward that cannot be recorded is kept as the closure that it is."""
-        if memory is not None and memory.on_device:
-            self._run = DeviceGraph(memory, run).replay
-            self.is_recorded = True
-            return
-        try:
-            tape, _ = ops.record(run)
-        except RecordError as error:
-            log.debug("replayed as Python: %s", error)
-            run()
-            self._run = run
-        else:
-            self._run = tape.replay
-            self.is_recorded = True
-
-    def replay(self) -> None:
-        if self._run is None:
-            raise RuntimeError("a graph is captured before it is replayed")
-        self._run()
 
 
 @dataclass(slots=True)

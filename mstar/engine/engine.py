@@ -25,6 +25,7 @@ from mstar.engine.execution import AdmitOutcome, AllowedTokens, Portion, Step, S
 from mstar.engine.layer_handles import bind_layers
 from mstar.engine.node_hooks import HookFailed, ask_check_stop
 from mstar.engine.node_runtime import NodeRuntime, build_node
+from mstar.engine.piecewise_capture import capture_regions
 from mstar.engine.request_memory import RequestMemory
 from mstar.engine.resource_set import build_resources
 from mstar.engine.resource_stages import ResourceFailed
@@ -316,8 +317,11 @@ class Engine:
         return {**own, **self.memory.gauges()}
 
     def capture(self, progress: Progress | None = None) -> int:
-        """Capture the declared walks at the deployment's sizes; returns how many. Raises `CaptureError`."""
-        return capture_buckets(list(self._nodes.values()), self._builder, self._config, self._graph_memory, progress)
+        """Capture the declared walks and regions at the deployment's sizes; returns how many graphs there are. Raises
+        `CaptureError`."""
+        nodes = list(self._nodes.values())
+        num_buckets = capture_buckets(nodes, self._builder, self._config, self._graph_memory, progress)
+        return num_buckets + capture_regions(nodes, self._config, self._graph_memory, progress)
 
     def warmup(self) -> None:
         """Run every declared walk once over a sink row, so that the first request finds loaded code and grown pools."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ import torch
 from torch import nn
 
 from mstar.engine.chunking import ChunkingPolicy
-from mstar.engine.cuda_graph_config import CudaGraphConfig
+from mstar.engine.cuda_graph_config import CudaGraphConfig, PiecewiseConfig
+from mstar.engine.piecewise_region import PiecewiseRegion
 from mstar.engine.step import Rows, SubmoduleStep
 
 
@@ -150,3 +152,13 @@ class NodeSubmodule(nn.Module, ABC):
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
         return ()
+
+    def get_piecewise_cuda_graph_configs(self) -> Sequence[PiecewiseConfig]:
+        """Regions of the forward, which calls them by `regions`."""
+        return ()
+
+    @cached_property
+    def regions(self) -> Mapping[str, PiecewiseRegion]:
+        """Declared regions by name, to call in a forward: replayed where the engine has captured them, at the size that
+        holds the items."""
+        return {declared.region: PiecewiseRegion(declared) for declared in self.get_piecewise_cuda_graph_configs()}

@@ -11,6 +11,7 @@ from mstar.config.schema import DeploymentConfig
 from mstar.engine.cuda_executor import CudaExecutor
 from mstar.engine.engine_config import AUTO_CAPTURE_TOKENS, EngineConfig
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
+from mstar.model.base import AUTO_STEP_PATCHES
 from mstar.platforms import current_platform
 from mstar.platforms.executor import DeviceExecutor, InlineExecutor, ThreadedExecutor
 from mstar.platforms.platform import DeviceType
@@ -21,6 +22,8 @@ DEVICE_CACHE_SHARE = 0.8
 """What is left is for activations, captured graphs and the scratch memory of kernels."""
 AUTO_STEP_TOKENS = 2048
 AUTO_DEVICE_STEP_TOKENS = 8192
+AUTO_DEVICE_STEP_PATCHES = 131_072
+"""All blocks of a small tower over 2048 patches of one image, or 4096 of several."""
 
 
 def torch_device(config: DeploymentConfig) -> torch.device:
@@ -106,6 +109,14 @@ def step_tokens(config: DeploymentConfig) -> int:
     if tokens != "auto":
         return tokens
     return AUTO_STEP_TOKENS if torch_device(config).type == "cpu" else AUTO_DEVICE_STEP_TOKENS
+
+
+def step_patches(config: DeploymentConfig) -> int:
+    """Of the worker. The other processes count with less: a loop of more steps, which the worker ends early."""
+    patches = config.scheduler.max_step_patches
+    if patches != "auto":
+        return patches
+    return AUTO_STEP_PATCHES if torch_device(config).type == "cpu" else AUTO_DEVICE_STEP_PATCHES
 
 
 def _capture_sizes(config: DeploymentConfig) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mstar.communication.arena import Arena, ArenaReader
 from mstar.communication.bus import Bus
@@ -18,7 +18,7 @@ from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.kernels.selection import select_kernels
 from mstar.launch.deployment import Deployment
-from mstar.launch.machine import device_executor, engine_config, step_tokens, torch_device, torch_dtype
+from mstar.launch.machine import device_executor, engine_config, step_patches, step_tokens, torch_device, torch_dtype
 from mstar.model.base import Model
 from mstar.model.loader.progress import LoadProgress
 from mstar.model.loader.weights import num_parameters
@@ -132,7 +132,7 @@ def load_nodes(
     if device.type != "cpu":
         select_kernels("torch")  # weights are laid out for the device, and no forward runs on the processor
     context = SubmoduleContext(
-        setup=deployment.setup,
+        setup=replace(deployment.setup, max_step_patches=step_patches(deployment.config)),
         checkpoint=deployment.checkpoint(),
         dtype=torch_dtype(deployment.config),
         device=device,

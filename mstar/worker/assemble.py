@@ -76,7 +76,7 @@ def assemble_worker(
 ) -> tuple[Worker, WorkerParts]:
     """A worker that hosts `nodes`, ready to run. The bus is connected by whoever owns it."""
     rank = settings.rank
-    store = TensorStore()
+    store = TensorStore(device=engine_config.device)
     rids = RidTable(settings.capacity - 1, first=1)
     requests = RequestTable(settings.capacity, rids)
     engine_config = replace(engine_config, walk_inputs=_walk_inputs(compiled, rank))

@@ -139,8 +139,8 @@ def put_features(x: Tensor, column: Tensor, last: Tensor, features: Sequence[Ten
     `column` int64 [tokens]: the index among its row's features, negative for text. `last` int64 [rows]: each row's last
     token. `features[row] [media tokens, hidden]`, empty for a row without.
     """
-    counts = torch.tensor([0, *(row.shape[0] for row in features)], device=x.device)
-    firsts = counts.cumsum(0)[:-1]  # of each row's features among all
+    counts = torch.tensor([0, *(row.shape[0] for row in features)])
+    firsts = counts.cumsum(0)[:-1].to(x.device, non_blocking=True)  # of each row's features among all
     row_of_token = torch.searchsorted(last, torch.arange(x.shape[0], device=x.device)).clamp_max(last.shape[0] - 1)
     table = torch.cat([row.to(x.dtype) for row in features if row.numel()])
     index = (firsts[row_of_token] + column).clamp(0, table.shape[0] - 1)

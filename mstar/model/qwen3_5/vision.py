@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate
 from typing import NamedTuple, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from mstar.layers.linear import Linear
 from mstar.layers.rotary import rotate
+from mstar.layers.segment_attention import attend_all, segment_attend
 from mstar.model.qwen3_5.config import VisionConfig
 from mstar.model.qwen3_5.encode_steps import Grid, Part
 
@@ -27,9 +28,11 @@ _CACHED_GRIDS = 64
 
 class Segments(NamedTuple):
     """What a forward over packed patches knows of them. `lengths`: patches that see each other, one frame (or frame
-    group) each. `cos`, `sin` fp32 [patches, head_dim / 2], in which patch i has row `places[i]`, int32."""
+    group) each; None: only `starts` knows, int32 [segments + 1], their borders. `cos`, `sin` fp32
+    [patches, head_dim / 2], in which patch i has row `places[i]`, int32."""
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None
+    starts: Tensor
     places: Tensor
     cos: Tensor
     sin: Tensor
@@ -62,27 +65,20 @@ class VisionAttention(nn.Module):
         q, k, v = qkv.view(x.shape[0], 3, self.num_heads, self.head_dim).unbind(1)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
-        """`[patches, hidden]`, before the output's product, of segments of these lengths."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        begin = 0
-        for length, run in groupby(lengths):  # segments of one length share a product
-            count = len(list(run))
-            end = begin + count * length
-            own_q, own_k, own_v = (t[begin:end].unflatten(0, (count, length)) for t in (q, k, v))
-            out[begin:end] = _attended(own_q, own_k, own_v).flatten(0, 1)
-            begin = end
-        return out.flatten(1)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+        """`[patches, hidden]`, before the output's product."""
+        return segment_attend(q, k, v, segments.starts, segments.lengths).flatten(1)
 
     def attend_part(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], begin: int) -> Tensor:
-        """As `attend`, of the queries `q` alone, which are those of the patches from `begin` on."""
+        """As `attend` with segments of these lengths, of the queries `q` alone, which are those of the patches from
+        `begin` on."""
         pieces: list[Tensor] = []
         end, first = begin + q.shape[0], 0
         for length in lengths:
             last = first + length
             own = slice(max(begin, first) - begin, min(end, last) - begin)
             if own.start < own.stop:
-                pieces.append(_attended(q[None, own], k[None, first:last], v[None, first:last])[0])
+                pieces.append(attend_all(q[None, own], k[None, first:last], v[None, first:last])[0])
             first = last
         return torch.cat(pieces).flatten(1)
 
@@ -108,7 +104,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:
         q, k, v = self.attn.project(self.norm1(x), segments)
-        return self.finish(x, self.attn.attend(q, k, v, segments.lengths))
+        return self.finish(x, self.attn.attend(q, k, v, segments))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """What follows attention, patch by patch."""
@@ -167,22 +163,27 @@ class VisionTower(nn.Module):
         self.scale = (1 / torch.tensor(std)).repeat_interleave(values) / 255
         self.offset = -(torch.tensor(mean) / torch.tensor(std)).repeat_interleave(values)
 
+    def place_constants(self, device: torch.device) -> None:
+        """Bring what is no weight to where the loaded weights are."""
+        self.frequencies = self.frequencies.to(device)
+        self.scale, self.offset = self.scale.to(device), self.offset.to(device)
+
     def embed(self, pixels: Tensor, grids: Sequence[Grid], begin: int = 0, end: int | None = None) -> Tensor:
         """`[patches, hidden]` of `pixels` uint8 `[patches, values]`, where the media with `grids` follow each other: of
         all patches, or of `begin:end`."""
         rows = slice(begin, end)
         patches = torch.addcmul(self.offset, pixels[rows].float(), self.scale)
         x = self.patch_embed(patches.to(self.dtype))
-        source = torch.cat([self._grid_places(grid) for grid in grids])
-        return x.add_(self._positions(source[rows]).to(x.dtype))
+        return x.add_(self._positions(grids, rows).to(x.dtype))
 
     def segments(self, grids: Sequence[Grid], begin: int = 0, end: int | None = None) -> Segments:
         """For the patches of media with these grids, one after the other, of which `begin:end` are rotated."""
-        places = torch.cat([patch_places(*grid, self.config.spatial_merge_size) for grid in grids])[begin:end]
+        places = torch.cat([self._places(grid) for grid in grids])[begin:end]
         angles = (places[:, :, None] * self.frequencies).flatten(1)  # rows' frequencies, then columns'
         lengths = tuple(height * width for times, height, width in grids for _ in range(times))
-        order = torch.arange(angles.shape[0], dtype=torch.int32)
-        return Segments(lengths, order, angles.cos(), angles.sin())
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(places.device, non_blocking=True)
+        order = torch.arange(places.shape[0], dtype=torch.int32, device=places.device)
+        return Segments(lengths, starts, order, angles.cos(), angles.sin())
 
     def run_blocks(self, x: Tensor, segments: Segments, blocks: range) -> Tensor:
         """`[patches, hidden]` after these blocks."""
@@ -236,6 +237,7 @@ class VisionTower(nn.Module):
                 place[rows] = values.flatten(1)
             return whole
         heads = (self.config.num_heads, -1)
+        assert segments.lengths is not None
         attended = block.attn.attend_part(
             q[rows].unflatten(1, heads), k.unflatten(1, heads), v.unflatten(1, heads), segments.lengths, part.begin
         )
@@ -246,40 +248,38 @@ class VisionTower(nn.Module):
         """Features `[patches / spatial_merge_size², out_hidden]` of patches that all blocks have seen."""
         return self.merger(x)
 
-    def _grid_places(self, grid: Grid) -> Tensor:
-        """fp32 `[patches, 2]`: where a medium's patches lie on the learned grid, whose corners are the medium's."""
-        places = patch_places(*grid, self.config.spatial_merge_size)
-        most = torch.tensor([max(grid[1] - 1, 1), max(grid[2] - 1, 1)])
-        return places * (self.config.grid_side - 1) / most
+    def _places(self, grid: Grid) -> Tensor:
+        return patch_places(*grid, self.config.spatial_merge_size, self.scale.device)
 
-    def _positions(self, source: Tensor) -> Tensor:
-        """fp32 `[patches, hidden]`: the learned grid at these places of it, fp32 `[patches, 2]`, bilinear."""
-        side = self.config.grid_side
-        near = source.floor()
-        far_share = source - near
-        near = near.long()
-        far = (near + 1).clamp(max=side - 1)
-        (top, left), (bottom, right) = near.unbind(1), far.unbind(1)
-        down, across = far_share.unbind(1)
-        corners = (
-            (top, left, (1 - down) * (1 - across)),
-            (top, right, (1 - down) * across),
-            (bottom, left, down * (1 - across)),
-            (bottom, right, down * across),
-        )
-        taken = (self.pos_embed.weight[row * side + column] * share[:, None] for row, column, share in corners)
-        return cast("Tensor", sum(taken))
+    def _positions(self, grids: Sequence[Grid], rows: slice) -> Tensor:
+        """fp32 `[patches, hidden]`: the learned grid, laid over each medium from corner to corner, bilinear."""
+        c, device = self.config, self.scale.device
+        found = [grid_corners(*grid, c.spatial_merge_size, c.grid_side, device) for grid in grids]
+        corners, shares = (torch.cat(each, 1)[:, rows] for each in zip(*found, strict=True))
+        return (self.pos_embed(corners) * shares[:, :, None]).sum(0)
 
 
 @lru_cache(maxsize=_CACHED_GRIDS)
-def patch_places(times: int, height: int, width: int, merge: int) -> Tensor:
+def patch_places(times: int, height: int, width: int, merge: int, device: torch.device) -> Tensor:
     """fp32 `[patches, 2]`: row and column of each patch, in the order of the patches: tokens along rows, and in a token
     along rows."""
-    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    row, column = torch.meshgrid(torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij")
     places = torch.stack([row, column], -1).view(height // merge, merge, width // merge, merge, 2)
     return places.transpose(1, 2).reshape(-1, 2).repeat(times, 1).float()
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`q [segments, queries, heads, head_dim]` to all of `k` and `v [segments, keys, heads, head_dim]`."""
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+@lru_cache(maxsize=_CACHED_GRIDS)
+def grid_corners(
+    times: int, height: int, width: int, merge: int, side: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """int32 and fp32 `[4, patches]`: the entries around each patch in a grid of `side` rows and columns whose corners
+    are the medium's, and their shares in what is between them."""
+    most = torch.tensor([max(height - 1, 1), max(width - 1, 1)]).to(device, non_blocking=True)
+    source = patch_places(times, height, width, merge, device) * (side - 1) / most
+    near = source.floor()
+    down, across = (source - near).unbind(1)
+    near = near.int()
+    (top, left), (bottom, right) = near.unbind(1), (near + 1).clamp(max=side - 1).unbind(1)
+    corners = torch.stack([row * side + column for row in (top, bottom) for column in (left, right)])
+    shares = torch.stack([rows * columns for rows in (1 - down, down) for columns in (1 - across, across)])
+    return corners, shares

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mstar.engine.cuda_graph_config import PiecewiseConfig, PiecewisePackedConfig, RegionInputs, StaticInput
 from mstar.engine.step import EncodeStep, Rows, SubmoduleStep
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns, StopDecision
 from mstar.layers.encoded_media import EncodedMedia, PendingMedia
@@ -21,10 +22,14 @@ from mstar.model.loader.weights import iter_weights
 from mstar.model.qwen3_5.config import Qwen35Config
 from mstar.model.qwen3_5.encode_steps import Blocks, EncodePlan, Grid, Part, Work
 from mstar.model.qwen3_5.media_rules import MediaRules
-from mstar.model.qwen3_5.vision import VisionTower
+from mstar.model.qwen3_5.vision import Segments, VisionTower
 from mstar.model.submodule_context import SubmoduleContext
 
 WEIGHTS_PREFIX = "model.visual."
+ALL_BLOCKS = "blocks"
+MOST_CAPTURED = 4096
+"""Patches; launching the blocks of more of them one by one takes less time than computing them."""
+MOST_SEGMENTS = 64
 
 
 class VisionSubmodule(NodeSubmodule):
@@ -86,6 +91,24 @@ class VisionSubmodule(NodeSubmodule):
         ended = np.flatnonzero(rows.iterations >= last)
         return [StopDecision(ended, self._loop, finish=False)] if ended.size else []
 
+    def get_piecewise_cuda_graph_configs(self) -> Sequence[PiecewiseConfig]:
+        c = self.tower.config
+        angles = (c.hidden_size // c.num_heads // 2,)
+        inputs = (
+            StaticInput("x", (c.hidden_size,), str(self.tower.dtype).removeprefix("torch.")),
+            StaticInput("cos", angles, "float32"),
+            StaticInput("sin", angles, "float32"),
+        )
+        return (PiecewisePackedConfig(ALL_BLOCKS, self._all_blocks, inputs, MOST_CAPTURED, MOST_SEGMENTS),)
+
+    def _all_blocks(self, given: RegionInputs) -> Tensor:
+        """`[patches, hidden]` that have gone through the tower."""
+        x, cos, sin = (given.items[name] for name in ("x", "cos", "sin"))
+        assert given.starts is not None
+        places = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+        segments = Segments(given.lengths, given.starts, places, cos, sin)
+        return self.tower.run_blocks(x, segments, range(self.tower.config.depth))
+
     @property
     def _device(self) -> torch.device:
         return self.tower.pos_embed.weight.device
@@ -122,7 +145,12 @@ class VisionSubmodule(NodeSubmodule):
     def _run_blocks(self, rows: Sequence[_MediaRow], blocks: range) -> None:
         """Blocks that all these rows go through in this step."""
         segments = self.tower.segments([grid for row in rows for grid in row.grids])
-        x = self.tower.run_blocks(torch.cat([row.hidden for row in rows]), segments, blocks)
+        x = torch.cat([row.hidden for row in rows])
+        if len(blocks) == self.tower.config.depth:
+            assert segments.lengths is not None
+            x = self.regions[ALL_BLOCKS]({"x": x, "cos": segments.cos, "sin": segments.sin}, segments.lengths)
+        else:
+            x = self.tower.run_blocks(x, segments, blocks)
         for row, own in zip(rows, x.split([row.hidden.shape[0] for row in rows]), strict=True):
             row.hidden = own
 
@@ -186,6 +214,7 @@ def build_vision(
         progress=context.progress,
     )
     pack_weights(tower)
+    tower.place_constants(context.device)
     return VisionSubmodule(tower, cache_key=cache_key, loop=loop, budget=budget)
 
 

@@ -14,6 +14,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from mstar.communication.messages import MediaSpan, SamplingParams
+from mstar.engine.device_graph import GraphMemory
 from mstar.engine.layer_handles import bind_layers
 from mstar.engine.resources.base import OpenConfig, StepContext
 from mstar.engine.resources.encoder_cache import EncoderCache
@@ -200,6 +201,30 @@ def test_media_of_several_requests_in_one_forward(reference, tower, budget: int)
     assert shared == [4] if budget == 100_000 else len(shared) > 3
     for handle, theirs in wanted.items():
         close(rig.features[handle], theirs)
+
+
+@pytest.mark.parametrize(("picks", "patches"), [((0,), 32), ((3, 4), 64), ((1, 0, 5), 300), (range(6), 300)])
+def test_captured_blocks_make_the_same_features(
+    reference, tower, picks: Sequence[int], patches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind the patches is NaN."""
+    rig = Rig(tower, 100_000)
+    rig.node.regions["blocks"].capture((32, 64, 300), GraphMemory(CPU), CPU, poison=True)
+    seen: list[int] = []
+    run_blocks = VisionTower.run_blocks
+
+    def counted(self, x, segments, blocks):
+        seen.append(x.shape[0])
+        return run_blocks(self, x, segments, blocks)
+
+    monkeypatch.setattr(VisionTower, "run_blocks", counted)
+    media = [(GRIDS[pick], pixels_of(GRIDS[pick], 90 + pick)) for pick in picks]
+    for handle, medium in enumerate(media):
+        rig.open(handle, [medium])
+    rig.run(range(len(media)))
+    assert seen in ([patches], [])  # [] is a tape's
+    for handle, (grid, pixels) in enumerate(media):
+        close(rig.features[handle], expected(reference, pixels, grid))
 
 
 def test_no_step_costs_much_more_than_the_budget(reference, tower, monkeypatch: pytest.MonkeyPatch) -> None:
