@@ -1,5 +1,7 @@
 """Attention and linear attention backends on an accelerator, over shapes, against the references in fp32."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -125,12 +127,15 @@ def test_linear_attention_is_the_references(name: str):
     assert got.states.delta[4].isnan().all() and got.states.conv[4].isnan().all()  # slot 0 is nobody's
 
 
-def test_cuts_on_multiples_of_the_chunk_change_no_bit():
-    x = inputs(320)
+@pytest.mark.parametrize("cuts", [(64,), (256,), (64, 192), (64, 128, 192, 256, 320)])
+@pytest.mark.parametrize("tokens", [320, 333])
+@pytest.mark.parametrize("name", ["fla", "triton"])
+def test_cuts_on_multiples_of_the_chunk_change_no_bit(name: str, tokens: int, cuts: tuple[int, ...]):
+    x = inputs(tokens)
     whole, cut = Linear(), Linear()
-    at_once = whole.step("fla", x, [320], [2], [0])
-    pieces = [cut.step("fla", x[begin:end], [end - begin], [2], [int(begin > 0)])
-              for begin, end in ((0, 64), (64, 192), (192, 320))]  # fmt: skip
+    at_once = whole.step(name, x, [tokens], [2], [0])
+    borders = [0, *(at for at in cuts if at < tokens), tokens]
+    pieces = [cut.step(name, x[begin:end], [end - begin], [2], [int(begin > 0)]) for begin, end in pairwise(borders)]
     assert torch.equal(at_once, torch.cat(pieces))
     assert torch.equal(whole.states.delta[2], cut.states.delta[2])
     assert torch.equal(whole.states.conv[2], cut.states.conv[2])

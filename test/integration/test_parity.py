@@ -2,34 +2,39 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.device_parity import MODELS, generate, open_instance, prompts, start, write_checkpoint
+from support.device_parity import DEVICE, MODELS, generate, open_instance, prompts, start, write_checkpoint
 
 from mstar.engine.cuda_executor import CudaEvent, CudaExecutor
 from mstar.engine.engine_config import EngineConfig
 from mstar.launch import rank
 from mstar.platforms.executor import Work
 
-COUNT, TOKENS = 65, 10
-VARIANTS: dict[str, dict[str, Any]] = {
-    "captured": {},
-    "eager": {"capture": {"enabled": False}},
-    "plain loop": {"scheduler": {"async_scheduling": False}},
-    "plain loop, eager": {"scheduler": {"async_scheduling": False}, "capture": {"enabled": False}},
-    "in chunks": {"scheduler": {"max_step_tokens": 80}},
-    "few rows": {"scheduler": {"max_rows": 7}, "capture": {"batch_sizes": [2, 5]}},
-    "nothing reused": {"prefix_cache": {"enabled": False}},
-    "in chunks, nothing reused, eager": {
-        "scheduler": {"max_step_tokens": 80},
-        "prefix_cache": {"enabled": False},
-        "capture": {"enabled": False},
-    },
-}
+COUNT, TOKENS, FEW = 65, 10, 3
+
+
+def variant(captured: bool, overlapped: bool, chunked: bool, reused: bool) -> dict[str, Any]:
+    """Settings of a deployment."""
+    return {
+        "capture": {"enabled": captured},
+        "scheduler": {"async_scheduling": overlapped, "max_step_tokens": 80 if chunked else 512},
+        "prefix_cache": {"enabled": reused},
+    }
+
+
+def named(captured: bool, overlapped: bool, chunked: bool, reused: bool) -> str:
+    words = ("captured" if captured else "eager", "async" if overlapped else "plain loop")
+    return ", ".join((*words, "in chunks" if chunked else "whole", "reused" if reused else "computed"))
+
+
+GRID = {named(*choice): variant(*choice) for choice in product((True, False), repeat=4)}
+FEW_ROWS = {"scheduler": {"max_rows": 7}, "capture": {"batch_sizes": [2, 5]}}
 
 
 class Tiny:
@@ -44,7 +49,7 @@ class Tiny:
         self.sampled = generate(reference, self.prompts[:12], TOKENS, **SAMPLED)
         reference.close()
 
-    def open(self, device: str = "cuda", **settings: Any) -> Any:
+    def open(self, device: str = DEVICE, **settings: Any) -> Any:
         return open_instance(self.model, self.directory, device, **settings)
 
 
@@ -83,19 +88,50 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_texts_are_those_of_the_cpu(tiny: Tiny, name: str, poisoned: None):
-    instance = tiny.open(**VARIANTS[name])
+@pytest.mark.parametrize("name", GRID)
+def test_every_number_of_rows_gives_the_texts_of_the_cpu(tiny: Tiny, name: str, poisoned: None):
+    instance = tiny.open(**GRID[name])
     assert generate(instance, tiny.prompts, TOKENS) == tiny.expected
-    assert generate(instance, tiny.prompts[:20], TOKENS) == tiny.expected[:20]  # pages of the first are there
-    instance.close()
-
-
-def test_every_number_of_rows_gives_the_same_texts(tiny: Tiny):
-    instance = tiny.open()
+    expected = [tokens[:FEW] for tokens in tiny.expected]
     for count in range(1, COUNT + 1):
-        assert generate(instance, tiny.prompts[:count], 4) == [tokens[:4] for tokens in tiny.expected[:count]], count
+        assert generate(instance, tiny.prompts[:count], FEW) == expected[:count], count
     instance.close()
+
+
+def test_requests_that_come_and_go_one_by_one(tiny: Tiny, poisoned: None):
+    """One more with every tick, until those that came first have ended: prompts beside any number of streams."""
+    instance = tiny.open(scheduler={"max_step_tokens": 80})
+    requests = []
+    for index, prompt in enumerate(tiny.prompts):
+        requests += start(instance, [prompt], 1 + index % TOKENS)
+        instance.tick()
+    instance.finish(requests)
+    assert [list(request.tokens["token"]) for request in requests] == [
+        tokens[: 1 + index % TOKENS] for index, tokens in enumerate(tiny.expected)
+    ]
+    instance.close()
+
+
+def test_fewer_rows_than_requests(tiny: Tiny, poisoned: None):
+    instance = tiny.open(**FEW_ROWS)
+    assert generate(instance, tiny.prompts, TOKENS) == tiny.expected
+    instance.close()
+
+
+def test_many_short_prompts_in_one_replay(tiny: Tiny, poisoned: None):
+    """More rows than any decode of the others has, in the widest bucket of packed rows."""
+    rng = np.random.default_rng(11)
+    short = [rng.integers(3, 140, int(rng.integers(1, 4)), dtype=np.int32) for _ in range(150)]
+    instance, reference = (
+        tiny.open(device, scheduler={"max_rows": 256}, capture={"enabled": device == DEVICE, "batch_sizes": [160]})
+        for device in (DEVICE, "cpu")
+    )
+    tokens = sum(map(len, short))
+    bucket = instance.workers[0][1].engine._nodes["LLM"].graphs.lookup_packed("prefill", None, len(short), tokens)
+    assert DEVICE == "cpu" or (bucket is not None and bucket.key.bs == 256)
+    assert generate(instance, short, FEW) == generate(reference, short, FEW)
+    instance.close()
+    reference.close()
 
 
 def test_a_step_is_one_replay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
@@ -132,33 +168,6 @@ def test_seeds_give_the_same_texts_as_on_the_cpu(tiny: Tiny):
     instance.close()
 
 
-def settle(instance: Any) -> None:
-    """What was removed last leaves with the ticks that follow."""
-    for _ in range(4):
-        instance.tick()
-
-
-def test_memory_comes_back(tiny: Tiny, poisoned: None):
-    instance = tiny.open(prefix_cache={"enabled": False})
-    engine = instance.workers[0][1].engine
-    generate(instance, tiny.prompts, TOKENS)
-    settle(instance)
-    before, free = torch.cuda.memory_allocated(), engine.gauges()
-    for _ in range(3):
-        requests = start(instance, tiny.prompts, TOKENS)
-        for _ in range(4):
-            instance.tick()
-        for request in requests[::2]:
-            instance.remove(request)  # the others go on
-        instance.finish(requests[1::2])
-        texts = [list(request.tokens["token"]) for request in requests[1::2]]
-        assert texts == tiny.expected[1::2]
-    settle(instance)
-    assert engine.gauges() == free
-    assert torch.cuda.memory_allocated() <= before + (1 << 20)
-    instance.close()
-
-
 def test_bf16_texts_do_not_depend_on_capture(tiny: Tiny):
     """Two forwards over the same buffers, one recorded and one not: the same bits."""
     texts: list[list[list[int]]] = []
@@ -171,3 +180,13 @@ def test_bf16_texts_do_not_depend_on_capture(tiny: Tiny):
         instance.close()
     same = np.mean([one == other for one, other in zip(*texts, strict=True)])
     assert same == 1
+
+
+def test_bf16_first_tokens_are_mostly_those_of_fp32(tiny: Tiny, poisoned: None):
+    """By the backends that a deployment of bf16 gets by itself, in replays padded with NaN."""
+    instance = tiny.open(dtype="bfloat16", prefix_cache={"enabled": False})
+    rounds = [generate(instance, tiny.prompts, FEW) for _ in range(2)]
+    assert rounds[0] == rounds[1]
+    same = [ours[0] == theirs[0] for ours, theirs in zip(rounds[0], tiny.expected, strict=True)]
+    assert np.mean(same) > 0.85
+    instance.close()
