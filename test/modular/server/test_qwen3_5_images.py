@@ -1,10 +1,13 @@
 """Images that clients send to the running server in all the ways they do, and to a model that takes none."""
 
 import io
+import time
 from base64 import b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 from PIL import Image
 from support.qwen3_5_media import chat, picture
@@ -101,6 +104,30 @@ def test_what_is_no_image_is_refused_and_the_next_is_answered(server: Server, qw
     assert error["type"] == "invalid_request_error"
     assert error["param"].startswith("messages")
     assert len(error["message"]) < 300
+    case = Case(chat(("image", IMAGE), QUESTION), MAX_TOKENS)
+    qwen.check([case], [ask(server, case)])
+
+
+def test_a_hundred_enormous_images_at_once(server: Server, qwen: ServedQwen):
+    """E14: refused by their headers. Decoded, one bit a pixel, each would take 50 MB, and 1.2 GB in colour."""
+    body = of_url(f"data:image/png;base64,{b64encode(REFUSED['enormous']).decode()}")
+    server.client.post(CHAT, json=body)  # what the first one loads stays
+    processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    largest = {process.pid: process.memory_info().rss for process in processes}
+    before, log_bytes = dict(largest), server.log.stat().st_size
+
+    def ask_for_it(_: int) -> int:
+        return server.client.post(CHAT, json=body, timeout=120).status_code
+
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(ask_for_it, index) for index in range(100)]
+        while not all(future.done() for future in asked):
+            for process in processes:
+                largest[process.pid] = max(largest[process.pid], process.memory_info().rss)
+            time.sleep(0.02)
+    assert {future.result() for future in asked} == {400}
+    assert all(largest[pid] - before[pid] < 40_000_000 for pid in before), (before, largest)
+    assert server.log.stat().st_size - log_bytes < 100 * 1000, "lines of the log are short"
     case = Case(chat(("image", IMAGE), QUESTION), MAX_TOKENS)
     qwen.check([case], [ask(server, case)])
 
