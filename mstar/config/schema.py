@@ -22,7 +22,8 @@ class ResourceTuning(Section):
     requests and snapshots together) and `memory_fraction`; none: on a CPU the smaller of 4 GiB and a quarter of the
     free memory, on an accelerator 0.8 of it; half of that for states where there are any. `host_bytes`: memory of the
     host that a cache or states may be moved to when a request is preempted, beside their own; 0: none. `max_bytes`: of
-    features of images and videos that are kept for later requests; 256 MiB without it."""
+    features of images and videos that are kept for later requests; 256 MiB without it. `dtype`: of what recurrent
+    states keep in fp32 otherwise."""
 
     num_pages: Annotated[int, Field(ge=2)] | None = None
     num_slots: Annotated[int, Field(ge=2)] | None = None
@@ -30,6 +31,7 @@ class ResourceTuning(Section):
     host_bytes: Annotated[int, Field(ge=0)] = 0
     max_bytes: Annotated[int, Field(ge=0)] | None = None
     backend: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
 
     @model_validator(mode="after")
     def _one_size(self) -> ResourceTuning:

@@ -64,7 +64,7 @@ def _contents(node: NodeRuntime, cache: PagedKV, config: EngineConfig) -> CacheC
         page_size=spec.page_size,
         backends=", ".join(backends),
         positions=", ".join(positions),
-        states=", ".join(repr(pool.spec) for pool in pools),
+        states=", ".join(f"{pool.spec} {pool.dtypes.wide}" for pool in pools),
     )
 
 

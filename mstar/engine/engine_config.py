@@ -68,6 +68,8 @@ class EngineConfig:
     an entry get half of `resource_bytes`, up to three slots for each of `max_rows`, and caches what is left. Snapshots
     are also made every `snapshot_interval` tokens of a prompt (0: only where it ends and where prompts part).
 
+    `state_dtypes[key]`: of the wide blocks of a pool of recurrent states, fp32 without an entry.
+
     `max_bytes[key]`: what a cache of media features keeps for later requests (`ENCODER_CACHE_BYTES` without an entry).
 
     `debug_poison` makes what must not be read unreadable: padding and freed pages hold NaN, static outputs and output
@@ -82,6 +84,7 @@ class EngineConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_pages: Mapping[str, int] = field(default_factory=dict)
     num_slots: Mapping[str, int] = field(default_factory=dict)
+    state_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     resource_bytes: int | None = None
     backends: Mapping[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] | None = ()

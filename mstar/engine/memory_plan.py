@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mstar.communication.messages import PlanRow
 from mstar.engine.declarations import declared_resources
 from mstar.engine.engine_config import ENCODER_CACHE_BYTES, EngineConfig
-from mstar.engine.resource_sizes import resource_sizes
+from mstar.engine.resource_sizes import resource_sizes, state_dtypes
 from mstar.engine.resources.paged_kv import page_bytes
 from mstar.engine.resources.recurrent_state_pool import slot_bytes
 from mstar.engine.spec import EncoderCacheSpec, NodeResourceSpec, PagedKVSpec, RecurrentStateSpec, RotarySpec
@@ -34,7 +34,7 @@ def plan_memory(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list
                 if on_host := sizes.host_pages.get(key):
                     rows.append(PlanRow(f"{key}.host", f"{on_host} pages of preempted requests", on_host * own_bytes))
             case RecurrentStateSpec(key=key):
-                own, own_bytes = sizes.slots[key], slot_bytes(spec, config.precision.cache)
+                own, own_bytes = sizes.slots[key], slot_bytes(spec, state_dtypes(key, config))
                 blocks = ", ".join(f"{block.name} {' × '.join(map(str, block.shape))}" for block in spec.blocks)
                 detail = f"{own} states and snapshots, {spec.num_layers} layers of {blocks}"
                 rows.append(PlanRow(key, detail, (own + 1) * own_bytes))

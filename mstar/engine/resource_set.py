@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from mstar.engine.declarations import declared_resources
 from mstar.engine.engine_config import ENCODER_CACHE_BYTES, EngineConfig
-from mstar.engine.resource_sizes import ResourceSizes, resource_sizes
+from mstar.engine.resource_sizes import ResourceSizes, resource_sizes, state_dtypes
 from mstar.engine.resources.attention import Attention
 from mstar.engine.resources.base import Resource
 from mstar.engine.resources.encoder_cache import EncoderCache
@@ -72,7 +72,7 @@ def _build(
                 spec,
                 _cache(spec.kv_key, built),
                 num_slots=sizes.slots[spec.key] + 1,
-                dtype=config.precision.cache,
+                dtypes=state_dtypes(spec.key, config),
                 device=config.device,
                 poison=config.debug_poison,
                 num_host_slots=sizes.host_slots.get(spec.key, 0),

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from mstar.engine.declarations import declared_resources, why_not_on_host
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.resources.paged_kv import page_bytes
-from mstar.engine.resources.recurrent_state_pool import slot_bytes
+from mstar.engine.resources.recurrent_state_pool import StateDtypes, slot_bytes
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
 
 SLOTS_PER_ROW = 3
@@ -45,7 +47,7 @@ def resource_sizes(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> R
         if config.host_bytes.get(spec.key)
     }
     host_slots = {
-        spec.key: _on_host(spec.key, slot_bytes(spec, dtype), "slot", config)
+        spec.key: _on_host(spec.key, slot_bytes(spec, state_dtypes(spec.key, config)), "slot", config)
         for spec in pools
         if config.host_bytes.get(spec.key)
     }
@@ -54,17 +56,22 @@ def resource_sizes(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> R
     return ResourceSizes(pages, slots, host_pages, host_slots)
 
 
+def state_dtypes(key: str, config: EngineConfig) -> StateDtypes:
+    """Of the pool of states with this key."""
+    return StateDtypes(config.precision.cache, config.state_dtypes.get(key, torch.float32))
+
+
 def _slots(
     pools: Sequence[RecurrentStateSpec], caches: Sequence[PagedKVSpec], config: EngineConfig
 ) -> tuple[dict[str, int], int | None]:
     """Slots of each pool, and the bytes that are left for caches without a size of their own (None: no limit)."""
-    dtype, left = config.precision.cache, config.resource_bytes
+    left = config.resource_bytes
     slots = {pool.key: config.num_slots[pool.key] for pool in pools if pool.key in config.num_slots}
     unsized = [pool for pool in pools if pool.key not in slots]
     most = SLOTS_PER_ROW * config.max_rows
     if left is None or not unsized:
         return slots | {pool.key: most for pool in unsized}, left
-    total = sum(slot_bytes(pool, dtype) for pool in unsized)
+    total = sum(slot_bytes(pool, state_dtypes(pool.key, config)) for pool in unsized)
     has_sharers = any(cache.key not in config.num_pages for cache in caches)
     share = left // 2 if has_sharers else left
     count = min(max(share // total - 1, LEAST_SLOTS), most)

@@ -65,7 +65,8 @@ class RotarySpec:
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """One tensor of a row's state in one layer. `wide`: fp32, whatever the dtype of caches."""
+    """One tensor of a row's state in one layer. `wide`: fp32 without a choice of the deployment's,
+    whatever the dtype of caches."""
 
     name: str
     shape: tuple[int, ...]

@@ -65,7 +65,8 @@ def gated_delta(
         conv_weight: ``[channels, kernel]``, in the dtype of ``qkv``; the last tap meets the token itself.
         a_log: fp32 ``[value_heads]``, as ``dt_bias``.
         conv_state: ``[slots, kernel - 1, channels]`` in the dtype of ``qkv``: the inputs of the last tokens.
-        delta_state: fp32 ``[slots, value_heads, key_dim, value_dim]``.
+        delta_state: fp32 ``[slots, value_heads, key_dim, value_dim]``, or bf16, which rounds the state after each
+            step; a CPU's compiled kernel takes fp32 only.
         slots: int32 ``[rows]``, as ``has_state``.
         q_starts: int32 ``[rows + 1]``.
         max_tokens: no row has more, as far as the host knows without a look; 1, a decode step, has a faster kernel.

@@ -59,7 +59,7 @@ def gated_delta(
         slot, known = slots[index].long(), has_state[index].bool()
         tokens = q_starts[index].long()[:, None] + torch.arange(lengths[rows[0]], device=qkv.device)  # [rows, tokens]
         history = torch.where(known[:, None, None], conv_state[slot], 0)
-        state = torch.where(known[:, None, None, None], delta_state[slot], 0)
+        state = torch.where(known[:, None, None, None], delta_state[slot].float(), 0)
         window = torch.cat([history, qkv[tokens]], 1)  # [rows, past + tokens, channels]
         mixed = functional.silu(functional.conv1d(
             window.float().transpose(1, 2), conv_weight.float()[:, None], groups=conv_weight.shape[0]
@@ -68,7 +68,7 @@ def gated_delta(
         rule = token_by_token if lengths[rows[0]] == 1 else in_chunks
         result, state = rule(operands, state)
         out[tokens] = result.transpose(1, 2).flatten(2).to(out.dtype)
-        delta_state[slot] = state
+        delta_state[slot] = state.to(delta_state.dtype)
         conv_state[slot] = window[:, window.shape[1] - past :]
 
 

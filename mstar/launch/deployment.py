@@ -268,6 +268,8 @@ def _check_tuning(resource: ResourceSpec, tuning: ResourceTuning) -> None:
         raise ConfigError(f"{name}.num_pages: {resource.key} is no cache and has no pages")
     if tuning.num_slots is not None and not isinstance(resource, RecurrentStateSpec):
         raise ConfigError(f"{name}.num_slots: {resource.key} holds no recurrent states")
+    if tuning.dtype is not None and not isinstance(resource, RecurrentStateSpec):
+        raise ConfigError(f"{name}.dtype: {resource.key} holds no recurrent states")
     if not isinstance(resource, PagedKVSpec | RecurrentStateSpec):
         if tuning.memory_fraction is not None:
             raise ConfigError(f"{name}.memory_fraction: {resource.key} is no cache and has no size to choose")

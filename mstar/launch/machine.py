@@ -90,6 +90,7 @@ def engine_config(
         capacity=capacity,
         num_pages=pages,
         num_slots=slots,
+        state_dtypes={key: getattr(torch, tuning.dtype) for key, tuning in tuned.items() if tuning.dtype is not None},
         resource_bytes=_cache_bytes(config, (caches | states) - pages.keys() - slots.keys(), weight_bytes),
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),

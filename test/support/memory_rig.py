@@ -15,7 +15,7 @@ from mstar.engine.execution import AdmitOutcome
 from mstar.engine.resources.base import OpenConfig, StepContext
 from mstar.engine.resources.cache_policy import CachePolicy
 from mstar.engine.resources.paged_kv import KVFacts, PagedKV
-from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool, StateFacts
+from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool, StateDtypes, StateFacts
 from mstar.engine.resources.slot_room import SlotRoom
 from mstar.engine.spec import PagedKVSpec, RecurrentStateSpec, StateBlock
 from mstar.engine.staging import StepShape
@@ -98,7 +98,7 @@ class MemoryRig:
                 RecurrentStateSpec("state", "kv", 1, (StateBlock("sum", (2,)),)),
                 self.kv,
                 num_slots=self.num_slots + 1,
-                dtype=torch.float64,
+                dtypes=StateDtypes(torch.float64),
                 device=torch.device("cpu"),
                 poison=True,
                 num_host_slots=self.num_host_slots,

@@ -103,7 +103,7 @@ class FlaLinearAttention:
             qkv, b, a, *weights, states.conv, slots, prompts.has_state, prompts.starts, prompts.chunks, key_heads
         )
         decay = inputs.log2_decay
-        state = states.delta.index_select(0, slots).masked_fill_(prompts.begins, 0)
+        state = states.delta.index_select(0, slots).masked_fill_(prompts.begins, 0).float()
         w, u, _ = kernels.within(k=inputs.k, v=inputs.v, g=decay, beta=inputs.beta, **rows)
         history, added, state = kernels.between(
             k=inputs.k,
@@ -115,7 +115,7 @@ class FlaLinearAttention:
             chunk_offsets=prompts.chunk_starts,
             **rows,
         )
-        states.delta.index_copy_(0, slots, state)
+        states.delta.index_copy_(0, slots, state.to(states.delta.dtype))
         scale = states.delta.shape[2] ** -0.5
         result = kernels.results(q=inputs.q, k=inputs.k, v=added, h=history, g=decay, scale=scale, **rows)
         result = result.view(out.shape)

@@ -81,14 +81,19 @@ class LayerState:
         self.blocks[name].index_copy_(0, self.slots.clamp(min=SINK_SLOT).long(), states)
 
 
-def block_dtype(block: StateBlock, dtype: torch.dtype) -> torch.dtype:
-    """`dtype` is that of caches."""
-    return torch.float32 if block.wide else dtype
+class StateDtypes(NamedTuple):
+    """Of blocks: `narrow` is that of caches; `wide` of blocks that ask for more."""
+
+    narrow: torch.dtype
+    wide: torch.dtype = torch.float32
+
+    def of(self, block: StateBlock) -> torch.dtype:
+        return self.wide if block.wide else self.narrow
 
 
-def slot_bytes(spec: RecurrentStateSpec, dtype: torch.dtype) -> int:
+def slot_bytes(spec: RecurrentStateSpec, dtypes: StateDtypes) -> int:
     """Bytes of one slot over all layers and blocks."""
-    return spec.num_layers * sum(math.prod(b.shape) * block_dtype(b, dtype).itemsize for b in spec.blocks)
+    return spec.num_layers * sum(math.prod(b.shape) * dtypes.of(b).itemsize for b in spec.blocks)
 
 
 class RecurrentStatePool(Resource[RecurrentStep]):
@@ -102,7 +107,7 @@ class RecurrentStatePool(Resource[RecurrentStep]):
         cache: PagedKV,
         *,
         num_slots: int,
-        dtype: torch.dtype,
+        dtypes: StateDtypes,
         device: torch.device,
         poison: bool = False,
         num_host_slots: int = 0,
@@ -110,15 +115,16 @@ class RecurrentStatePool(Resource[RecurrentStep]):
     ) -> None:
         self.key = spec.key
         self.spec = spec
+        self.dtypes = dtypes
         self.cache = cache
         self.reads = (cache.key,)
         num_handles = cache.lengths.size
         self._poison = poison
         self._ops: list[DeviceOp] = []
-        self._blocks = {b.name: _pool(spec, b, num_slots, dtype, device) for b in spec.blocks}
+        self._blocks = {b.name: _pool(spec, b, num_slots, dtypes, device) for b in spec.blocks}
         pinned = device.type != "cpu"
         self._host_blocks = {
-            b.name: _pool(spec, b, num_host_slots + 1, dtype, torch.device("cpu"), pinned=pinned)
+            b.name: _pool(spec, b, num_host_slots + 1, dtypes, torch.device("cpu"), pinned=pinned)
             for b in (spec.blocks if num_host_slots else ())
         }
         self.states = StateHoldings(
@@ -227,13 +233,13 @@ def _pool(
     spec: RecurrentStateSpec,
     block: StateBlock,
     num_slots: int,
-    dtype: torch.dtype,
+    dtypes: StateDtypes,
     device: torch.device,
     *,
     pinned: bool = False,
 ) -> Tensor:
     """`[layers, slots, *shape]`"""
-    return zeros((spec.num_layers, num_slots, *block.shape), block_dtype(block, dtype), device, pinned=pinned)
+    return zeros((spec.num_layers, num_slots, *block.shape), dtypes.of(block), device, pinned=pinned)
 
 
 def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor], src: Sequence[int], dst: Sequence[int]) -> None:

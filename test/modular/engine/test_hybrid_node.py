@@ -14,7 +14,7 @@ from mstar.engine.execution import Step
 from mstar.engine.memory_plan import plan_memory
 from mstar.engine.resource_sizes import resource_sizes
 from mstar.engine.resources.base import OpenConfig
-from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool, slot_bytes
+from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool, StateDtypes, slot_bytes
 from mstar.engine.spec import AttentionSpec, NodeResourceSpec, PagedKVSpec, RecurrentStateSpec, StateBlock
 from mstar.engine.step_timing import LARGE, SMALL, DecodeWalk, measure_step_cost
 from mstar.graph.protocol import ReadyKey
@@ -252,7 +252,10 @@ def sizes(*more: object, **config: object):
 
 
 def test_states_take_half_of_the_memory_and_no_more_than_three_slots_a_row():
-    assert slot_bytes(STATE, torch.float32) == SLOT and slot_bytes(STATE, torch.bfloat16) == 2 * (16 + 32)
+    narrow = StateDtypes(torch.bfloat16)
+    assert slot_bytes(STATE, StateDtypes(torch.float32)) == SLOT and slot_bytes(STATE, narrow) == 2 * (16 + 32)
+    assert slot_bytes(STATE, narrow._replace(wide=torch.bfloat16)) == 2 * (16 + 16)
+    assert sizes(resource_bytes=10 * SLOT, state_dtypes={"state": torch.bfloat16}).slots == {"state": 5}
     assert sizes(resource_bytes=10 * SLOT).slots == {"state": 4}
     assert sizes(resource_bytes=10 * SLOT).pages == {"kv": 5 * SLOT // PAGE_BYTES - 1}
     rich = sizes(resource_bytes=100 * SLOT)

@@ -8,7 +8,7 @@ from mstar.engine.layer_handles import GatedDeltaWeights
 from mstar.engine.resources.base import StepContext
 from mstar.engine.resources.linear_attention import LinearAttention
 from mstar.engine.resources.paged_kv import PagedKV
-from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool
+from mstar.engine.resources.recurrent_state_pool import RecurrentStatePool, StateDtypes
 from mstar.engine.spec import LinearAttentionSpec, PagedKVSpec, RecurrentStateSpec, StateBlock
 from mstar.engine.staging import StepShape
 from mstar.engine.step import LinearAttentionStep, RecurrentStep, Rows
@@ -29,7 +29,7 @@ def make_pool(blocks: tuple[StateBlock, ...] = BLOCKS) -> RecurrentStatePool:
         PagedKVSpec("kv", 1, 1, 2, 4), num_pages=9, capacity=4, max_seq_len=32, dtype=torch.float32, device=CPU
     )
     spec = RecurrentStateSpec("state", "kv", 2, blocks)
-    return RecurrentStatePool(spec, cache, num_slots=6, dtype=torch.float32, device=CPU, poison=True)
+    return RecurrentStatePool(spec, cache, num_slots=6, dtypes=StateDtypes(torch.float32), device=CPU, poison=True)
 
 
 def make(pool: RecurrentStatePool, backend: str | None = None, spec: LinearAttentionSpec = SPEC) -> LinearAttention:

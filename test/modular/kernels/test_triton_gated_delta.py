@@ -118,6 +118,23 @@ def test_rows_of_any_length_go_on_from_their_states(dtype: torch.dtype, kind: tu
 
 
 @dtypes
+def test_states_in_bf16(dtype: torch.dtype) -> None:
+    """Each step goes on from what the last one has stored."""
+    layer = Layer(KINDS[0], dtype)
+    layer.delta_state = layer.delta_state.to(torch.bfloat16)
+    rows = {3: Row(layer), 1: Row(layer)}
+    for step in range(3):
+        x = layer.inputs(2)
+        out = layer.run(x, [1, 1], list(rows), [int(step > 0)] * 2)
+        for i, (slot, row) in enumerate(rows.items()):
+            close(out[i : i + 1], row.feed(x[i : i + 1]))
+            stored = layer.delta_state[slot].cpu().double()
+            assert ((stored - row.state).abs() <= 2.0**-7 * row.state.abs() + 1e-5).all()
+            row.state = stored
+    assert layer.delta_state[[0, 2, 4, 5, 6, 7, 8]].isnan().all()
+
+
+@dtypes
 def test_a_row_without_a_slot_gets_zeros_and_touches_nothing(dtype: torch.dtype) -> None:
     layer = Layer(KINDS[0], dtype)
     x = layer.inputs(5)

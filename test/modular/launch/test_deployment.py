@@ -33,6 +33,7 @@ REFUSED = [
     ({"resources": {"rope": {"num_pages": 8}}}, "resources.rope.num_pages: rope is no cache"),
     ({"resources": {"sampler": {"memory_fraction": 0.1}}}, "resources.sampler.memory_fraction"),
     ({"resources": {"attn": {"host_bytes": 1}}}, "resources.attn.host_bytes: attn is no cache"),
+    ({"resources": {"kv": {"dtype": "bfloat16"}}}, "resources.kv.dtype: kv holds no recurrent states"),
     ({"resources": {"kv": {"backend": "cpu"}}}, "resources.kv.backend: kv has no backends"),
     (
         {"resources": {"attn": {"backend": "fast"}}},

@@ -1,6 +1,7 @@
 """Logits of the Qwen3.5 node inside the real engine against transformers: batches, cut prompts, 64 cached steps."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class Recorder(nn.Module):
 class Run:
     """One engine with the node, whose logits are kept by request."""
 
-    def __init__(self, v: Variant, directory, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, v: Variant, directory, dtype: torch.dtype = torch.float32, **config: Any) -> None:
         self.reference = build_reference(v)
         checkpoint = resolve_checkpoint(str(save_checkpoint(self.reference, directory)), cache_dir=directory)
         setup = ModelSetup(checkpoint.config(), None, 320)
@@ -52,7 +53,7 @@ class Run:
         self.recorder = node.sampler = Recorder(node.sampler)
         specs = [spec for spec in model.get_node_resources() if spec.node == LANGUAGE]
         inputs = {LANGUAGE: {"prefill": frozenset[str](), "decode": frozenset({"token"})}}
-        self.rig = EngineRig({LANGUAGE: node}, specs, max_seq_len=320, walk_inputs=inputs, dtype=dtype)
+        self.rig = EngineRig({LANGUAGE: node}, specs, max_seq_len=320, walk_inputs=inputs, dtype=dtype, **config)
         generator = torch.Generator().manual_seed(3)
         self.prompts = [torch.randint(3, 139, (n,), generator=generator).tolist() for n in LENGTHS]
         self.logits: dict[int, list[Tensor]] = {}
@@ -83,6 +84,17 @@ class Run:
             num_steps += 1
         return num_steps
 
+    def compare(self) -> tuple[float, float]:
+        """``(largest relative error of a row's logits, share of its tokens that the reference would choose)``, each
+        over what the row has drawn itself."""
+        errors, agreed = [], []
+        for row, logits in self.logits.items():
+            ids = torch.tensor([self.prompts[row] + self.rig.out[row][:-1]])
+            expected = self.reference(ids).logits[0, len(self.prompts[row]) - 1 :]
+            errors.append(float((torch.stack(logits) - expected).norm() / expected.norm()))
+            agreed += (expected.argmax(-1) == torch.tensor(self.rig.out[row])).tolist()
+        return max(errors), sum(agreed) / len(agreed)
+
     def check(self) -> None:
         for row, logits in self.logits.items():
             tokens = self.rig.out[row]
@@ -108,6 +120,19 @@ def test_batched_prefill_and_64_cached_steps(v: Variant, tmp_path):
     for _ in range(STEPS):
         run.step(take("decode", rows))
     run.check()
+    run.rig.close_all()
+
+
+@torch.no_grad()
+def test_states_in_bf16_cost_little(tmp_path):
+    run = Run(variant("dense"), tmp_path, state_dtypes={"state": torch.bfloat16})
+    rows = range(4)
+    run.open(*rows)
+    run.prefill(rows)
+    for _ in range(STEPS):
+        run.step(take("decode", rows))
+    error, agreed = run.compare()
+    assert TOLERANCE < error < 0.1 and agreed > 0.9
     run.rig.close_all()
 
 
