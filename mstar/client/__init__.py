@@ -12,7 +12,10 @@ from mstar.client.answers import (
     Completion,
     CompletionChoice,
     Embeddings,
+    GeneratedChoice,
+    Generation,
     ModelEntry,
+    Tensor,
     ToolCall,
     Usage,
 )
@@ -35,7 +38,17 @@ from mstar.client.errors import (
     UnavailableError,
     UnreadableAnswerError,
 )
-from mstar.client.events import Event, FinishEvent, ReasoningEvent, TextEvent, ToolCallEvent, UsageEvent
+from mstar.client.events import (
+    Event,
+    FinishEvent,
+    PreparedEvent,
+    ReasoningEvent,
+    TensorEvent,
+    TextEvent,
+    TokenEvent,
+    ToolCallEvent,
+    UsageEvent,
+)
 from mstar.client.parts import image_part, text_part, video_part
 
 __all__ = [
@@ -47,6 +60,9 @@ __all__ = [
     "Completion",
     "CompletionChoice",
     "Embeddings",
+    "Generation",
+    "GeneratedChoice",
+    "Tensor",
     "ModelEntry",
     "ToolCall",
     "Usage",
@@ -56,6 +72,9 @@ __all__ = [
     "ToolCallEvent",
     "FinishEvent",
     "UsageEvent",
+    "PreparedEvent",
+    "TokenEvent",
+    "TensorEvent",
     "image_part",
     "text_part",
     "video_part",

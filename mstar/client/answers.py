@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from base64 import b64decode
 from typing import Any
 
 import msgspec
@@ -165,10 +164,10 @@ class Embeddings(Struct, frozen=True):
 
 
 class EncodedEmbedding(Struct, frozen=True):
-    """One entry of the answer's JSON; `embedding`: base64 of little-endian fp32 numbers."""
+    """One entry of the answer's JSON; `embedding`: little-endian fp32 numbers, base64 in the JSON."""
 
     index: int
-    embedding: str
+    embedding: bytes
 
 
 class EncodedEmbeddings(Struct, frozen=True):
@@ -179,11 +178,60 @@ class EncodedEmbeddings(Struct, frozen=True):
     usage: Usage
 
     def decoded(self) -> Embeddings:
-        """Raises `ValueError` for what is no base64 of whole numbers."""
-        entries = sorted(self.data, key=lambda entry: entry.index)
-        blobs = [b64decode(entry.embedding, validate=True) for entry in entries]
+        """Raises `struct.error` where there are no whole numbers."""
+        blobs = [entry.embedding for entry in sorted(self.data, key=lambda entry: entry.index)]
         vectors = tuple(struct.unpack(f"<{len(blob) // 4}f", blob) for blob in blobs)
         return Embeddings(vectors, self.model, self.usage)
+
+
+class IdLogprob(Struct, frozen=True):
+    """A token's id and its log probability."""
+
+    token: int
+    logprob: float
+
+
+class SampledLogprob(Struct, frozen=True):
+    """A sampled token by its id, and the likeliest in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[IdLogprob, ...] = ()
+
+
+class Tensor(Struct, frozen=True):
+    """What a model emits that is no token. `data`: its bytes in row-major order, base64 in the JSON; with numpy,
+    `numpy.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)`."""
+
+    signal: str
+    modality: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class GeneratedChoice(Struct, frozen=True):
+    """All that one choice has emitted."""
+
+    index: int
+    text: str
+    finish_reason: str
+    tokens: tuple[int, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+    logprobs: tuple[SampledLogprob, ...] | None = None
+
+
+class Generation(Struct, frozen=True):
+    """Answer of `/generate`. `text` is of its first choice."""
+
+    id: str
+    model: str
+    choices: tuple[GeneratedChoice, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
 
 
 class Modalities(Struct, frozen=True):

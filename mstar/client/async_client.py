@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import httpx
 
 from mstar.client import calls
-from mstar.client.answers import ChatCompletion, Completion, Embeddings, ModelEntry
-from mstar.client.calls import Call, Messages, Prompt
+from mstar.client.answers import ChatCompletion, Completion, Embeddings, Generation, ModelEntry
+from mstar.client.calls import Call, Messages, Prompt, SinglePrompt
 from mstar.client.errors import StatusError, UnreadableAnswerError, status_error, stream_error
-from mstar.client.events import Event
+from mstar.client.events import Event, UsageEvent
 from mstar.client.settings import DEFAULT_URL, JSON_TYPE, READ_TIMEOUT_S, Settings, no_answer
 from mstar.client.sse import DONE, EventSplitter
 
@@ -57,6 +57,7 @@ class AsyncEventStream:
                         is_done = True  # the body's own end follows, and the connection can be used again
                         break
                     for event in self._decode(data):
+                        is_done = is_done or isinstance(event, UsageEvent)
                         yield event
         except httpx.HTTPError as error:
             raise no_answer(error, self._url) from error
@@ -126,6 +127,18 @@ class AsyncClient:
     def stream_completion(self, prompt: Prompt, **fields: Any) -> AsyncEventStream:
         """As `complete`, in events."""
         return self._stream(calls.stream_completion(prompt, fields))
+
+    async def generate(
+        self, prompt: SinglePrompt | None = None, *, messages: Messages | None = None, **fields: Any
+    ) -> Generation:
+        """All that the model emits for a text, token ids or a conversation: text with its token ids, and tensors."""
+        return await self._call(calls.generate(prompt, messages, fields))
+
+    def stream_generate(
+        self, prompt: SinglePrompt | None = None, *, messages: Messages | None = None, **fields: Any
+    ) -> AsyncEventStream:
+        """As `generate`, in events."""
+        return self._stream(calls.stream_generate(prompt, messages, fields))
 
     async def embed(self, inputs: Prompt, **fields: Any) -> Embeddings:
         """Vectors of a text, of token ids, or of each of several."""

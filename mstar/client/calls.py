@@ -20,18 +20,20 @@ from mstar.client.answers import (
     DetokenizedText,
     Embeddings,
     EncodedEmbeddings,
+    Generation,
     ModelEntry,
     ModelList,
     Status,
     Tokens,
 )
 from mstar.client.errors import UnreadableAnswerError
-from mstar.client.events import Event, chat_events, completion_events
+from mstar.client.events import Event, chat_events, completion_events, generate_events
 
 T = TypeVar("T")
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]
 """A conversation, or the text of a user's only message."""
-Prompt: TypeAlias = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+SinglePrompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = SinglePrompt | Sequence[str] | Sequence[Sequence[int]]
 MODEL = "model"
 _WITH_USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 _encode = msgspec.json.Encoder().encode
@@ -77,6 +79,17 @@ def stream_completion(prompt: Prompt, fields: Mapping[str, Any]) -> Call[Iterato
     return _generation("/v1/completions", _event_reader(completion_events), fields)
 
 
+def generate(prompt: SinglePrompt | None, messages: Messages | None, fields: Mapping[str, Any]) -> Call[Generation]:
+    return _generation("/generate", _reader(Generation), {**fields, **_prompt(prompt, messages)})
+
+
+def stream_generate(
+    prompt: SinglePrompt | None, messages: Messages | None, fields: Mapping[str, Any]
+) -> Call[Iterator[Event]]:
+    given = {**fields, **_prompt(prompt, messages), "stream": True}
+    return _generation("/generate", _event_reader(generate_events), given)
+
+
 def embed(inputs: Prompt, fields: Mapping[str, Any]) -> Call[Embeddings]:
     """Asks for base64, a fifth of the numbers' text."""
     read = _reader(EncodedEmbeddings)
@@ -84,7 +97,7 @@ def embed(inputs: Prompt, fields: Mapping[str, Any]) -> Call[Embeddings]:
     def decode(body: bytes) -> Embeddings:
         try:
             return read(body).decoded()
-        except (ValueError, struct.error) as error:
+        except struct.error as error:
             raise UnreadableAnswerError(f"an embedding cannot be read: {error}") from error
 
     return _generation("/v1/embeddings", decode, {**fields, "input": inputs, "encoding_format": "base64"})
@@ -92,8 +105,7 @@ def embed(inputs: Prompt, fields: Mapping[str, Any]) -> Call[Embeddings]:
 
 def tokenize(prompt: str | None, messages: Messages | None, fields: Mapping[str, Any]) -> Call[list[int]]:
     read = _reader(Tokens)
-    given = {"prompt": prompt} if messages is None else {"messages": as_messages(messages)}
-    return Call("POST", "/tokenize", lambda body: read(body).tokens, {**fields, **given})
+    return Call("POST", "/tokenize", lambda body: read(body).tokens, {**fields, **_prompt(prompt, messages)})
 
 
 def detokenize(tokens: Sequence[int]) -> Call[str]:
@@ -127,6 +139,12 @@ def abort(request_id: str) -> Call[int]:
 
 def as_messages(messages: Messages) -> list[Mapping[str, Any]]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+
+
+def _prompt(prompt: SinglePrompt | None, messages: Messages | None) -> dict[str, Any]:
+    """What is given of the two; the server refuses both and none."""
+    given: dict[str, Any] = {} if messages is None else {"messages": as_messages(messages)}
+    return given if prompt is None else {**given, "prompt": prompt}
 
 
 def _generation(path: str, decode: Callable[[bytes], T], fields: Mapping[str, Any]) -> Call[T]:

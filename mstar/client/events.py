@@ -6,15 +6,17 @@ from typing import TypeAlias
 
 import msgspec
 
-from mstar.client.answers import ChatLogprobs, CompletionLogprobs, Usage
+from mstar.client.answers import ChatLogprobs, CompletionLogprobs, SampledLogprob, Usage
 
 
 class TextEvent(msgspec.Struct, frozen=True):
-    """A piece of the answer's text. `logprobs`: of the tokens that it completes, if asked for."""
+    """A piece of the answer's text. `logprobs`: of the tokens that it completes, if asked for, in the shape of the
+    route; `tokens`: their ids, from `/generate`."""
 
     text: str
     choice: int = 0
-    logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    logprobs: ChatLogprobs | CompletionLogprobs | tuple[SampledLogprob, ...] | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class ReasoningEvent(msgspec.Struct, frozen=True):
@@ -48,7 +50,48 @@ class UsageEvent(msgspec.Struct, frozen=True):
     usage: Usage
 
 
-Event: TypeAlias = TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent
+class PreparedEvent(msgspec.Struct, frozen=True, tag_field="type", tag="prepared"):
+    """Of `/generate`: the prompt is ready. `id` names the request to `abort`."""
+
+    id: str
+    prompt_tokens: int
+
+
+class TokenEvent(msgspec.Struct, frozen=True, tag_field="type", tag="token"):
+    """Of `/generate`: a token that is no text, such as one of a codec."""
+
+    signal: str
+    token: int
+    choice: int = 0
+
+
+class TensorEvent(msgspec.Struct, frozen=True, tag_field="type", tag="tensor"):
+    """Of `/generate`: what a model emits that is no token; its fields are those of `Tensor`."""
+
+    signal: str
+    modality: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    choice: int = 0
+
+
+Event: TypeAlias = (
+    TextEvent | ReasoningEvent | ToolCallEvent | FinishEvent | UsageEvent | PreparedEvent | TokenEvent | TensorEvent
+)
+
+
+class _Text(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+    choice: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[SampledLogprob, ...] | None = None
+
+
+class _Finished(msgspec.Struct, tag_field="type", tag="finished"):
+    finish_reason: str
+    choice: int
+    usage: Usage | None = None
 
 
 class _FunctionDelta(msgspec.Struct):
@@ -94,6 +137,7 @@ class _TextChunk(msgspec.Struct):
 
 _decode_chat = msgspec.json.Decoder(_ChatChunk).decode
 _decode_text = msgspec.json.Decoder(_TextChunk).decode
+_decode_generated = msgspec.json.Decoder(_Text | _Finished | PreparedEvent | TokenEvent | TensorEvent).decode
 
 
 def chat_events(data: bytes) -> list[Event]:
@@ -128,3 +172,15 @@ def completion_events(data: bytes) -> list[Event]:
     if chunk.usage is not None:
         events.append(UsageEvent(chunk.usage))
     return events
+
+
+def generate_events(data: bytes) -> list[Event]:
+    """Events of one event of `/generate`. Raises `msgspec.DecodeError` for what is none."""
+    match _decode_generated(data):
+        case _Text(text=text, choice=choice, logprobs=logprobs, tokens=tokens):
+            return [TextEvent(text, choice, logprobs, tokens)]
+        case _Finished(finish_reason=reason, choice=choice, usage=usage):
+            finish = FinishEvent(reason, choice)
+            return [finish] if usage is None else [finish, UsageEvent(usage)]
+        case event:
+            return [event]

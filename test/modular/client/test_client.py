@@ -25,12 +25,15 @@ from mstar.client import (
     FinishEvent,
     NoAnswerError,
     NotFoundError,
+    PreparedEvent,
     QueueFullError,
     ReasoningEvent,
     RequestAbortedError,
     StatusError,
     StreamError,
+    TensorEvent,
     TextEvent,
+    TokenEvent,
     TooLargeError,
     ToolCallEvent,
     UnavailableError,
@@ -39,6 +42,7 @@ from mstar.client import (
     image_part,
     text_part,
 )
+from mstar.client.events import generate_events
 from mstar.client.sse import EventSplitter, ServerEvent
 from mstar.communication.host_tensors import from_numpy
 from mstar.communication.messages import HostTensor, OpenRequest, SamplingParams, TokenLogprobs
@@ -110,6 +114,40 @@ def test_logprobs(client: Client, front: RunningFront):
     assert sum(len(content or ()) for content in streamed) == len(logprobs.content)
     legacy = client.complete("a", logprobs=1, max_tokens=3).choices[0].logprobs
     assert legacy is not None and len(legacy.tokens) == len(legacy.token_logprobs) == 3
+
+
+def test_generate(client: Client, front: RunningFront):
+    ids = front.tokenizer.encode(REPLY).ids
+    whole = client.generate("hi", n=2)
+    assert [choice.text for choice in whole.choices] == [REPLY, REPLY] and whole.text == REPLY
+    assert list(whole.choices[0].tokens) == ids and whole.choices[1].finish_reason == "stop"
+    assert client.generate(front.tokenizer.encode("hi").ids).usage.prompt_tokens == whole.usage.prompt_tokens
+    talked = client.generate(messages="hi", max_tokens=3)
+    assert talked.usage.prompt_tokens == client.chat("hi", max_tokens=3).usage.prompt_tokens
+    prepared, *events = list(client.stream_generate("hi", n=2))
+    assert isinstance(prepared, PreparedEvent) and prepared.prompt_tokens == len(front.tokenizer.encode("hi").ids)
+    assert text_of(events, 0) == text_of(events, 1) == REPLY
+    said = [event for event in events if isinstance(event, TextEvent) and event.choice == 0]
+    assert [token for event in said for token in event.tokens] == ids
+    assert events[-1] == UsageEvent(whole.usage)
+    ends = [event for event in events if isinstance(event, FinishEvent)]
+    assert sorted((event.choice, event.reason) for event in ends) == [(0, "stop"), (1, "stop")]
+    with pytest.raises(BadRequestError, match="either prompt or messages"):
+        client.generate("hi", messages="hi")
+
+
+def test_generate_with_logprobs_and_tensors(client: Client, front: RunningFront):
+    def entry(token: int, settings: SamplingParams) -> TokenLogprobs:
+        return TokenLogprobs(-0.5, (token, 60)[: settings.num_logprobs], (-0.5, -3.0)[: settings.num_logprobs])
+
+    front.worker.logprobs = entry
+    (choice,) = client.generate("hi", logprobs=2, max_tokens=3).choices
+    assert choice.logprobs is not None and [note.token for note in choice.logprobs] == list(choice.tokens)
+    assert [(top.token, top.logprob) for top in choice.logprobs[0].top][1] == (60, -3.0)
+    assert generate_events(
+        b'{"type":"tensor","choice":1,"signal":"image","modality":"image","dtype":"uint8","shape":[2],"data":"AQI="}'
+    ) == [TensorEvent("image", "image", "uint8", (2,), b"\x01\x02", 1)]
+    assert generate_events(b'{"type":"token","choice":0,"signal":"code","token":7}') == [TokenEvent("code", 7)]
 
 
 def test_embeddings(client: Client, front: RunningFront):
