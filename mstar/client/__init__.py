@@ -11,16 +11,13 @@ from mstar.client.answers import (
     ChatMessage,
     Completion,
     CompletionChoice,
-    Embeddings,
-    GeneratedChoice,
-    Generation,
     ModelEntry,
-    Tensor,
     ToolCall,
     Usage,
 )
 from mstar.client.async_client import AsyncClient
 from mstar.client.client import Client
+from mstar.client.embeddings import Embeddings
 from mstar.client.errors import (
     AuthenticationError,
     BadRequestError,
@@ -49,6 +46,7 @@ from mstar.client.events import (
     ToolCallEvent,
     UsageEvent,
 )
+from mstar.client.generation import GeneratedChoice, Generation, Tensor
 from mstar.client.parts import image_part, text_part, video_part
 
 __all__ = [

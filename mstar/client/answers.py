@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgspec
@@ -149,85 +148,6 @@ class Completion(Struct, frozen=True):
     model: str
     choices: tuple[CompletionChoice, ...]
     usage: Usage | None = None
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-
-class Embeddings(Struct, frozen=True):
-    """Answer of `/v1/embeddings`: one vector of fp32 numbers and length 1 for each input, in their order."""
-
-    vectors: tuple[tuple[float, ...], ...]
-    model: str
-    usage: Usage
-
-
-class EncodedEmbedding(Struct, frozen=True):
-    """One entry of the answer's JSON; `embedding`: little-endian fp32 numbers, base64 in the JSON."""
-
-    index: int
-    embedding: bytes
-
-
-class EncodedEmbeddings(Struct, frozen=True):
-    """The answer's JSON."""
-
-    data: tuple[EncodedEmbedding, ...]
-    model: str
-    usage: Usage
-
-    def decoded(self) -> Embeddings:
-        """Raises `struct.error` where there are no whole numbers."""
-        blobs = [entry.embedding for entry in sorted(self.data, key=lambda entry: entry.index)]
-        vectors = tuple(struct.unpack(f"<{len(blob) // 4}f", blob) for blob in blobs)
-        return Embeddings(vectors, self.model, self.usage)
-
-
-class IdLogprob(Struct, frozen=True):
-    """A token's id and its log probability."""
-
-    token: int
-    logprob: float
-
-
-class SampledLogprob(Struct, frozen=True):
-    """A sampled token by its id, and the likeliest in its place."""
-
-    token: int
-    logprob: float
-    top: tuple[IdLogprob, ...] = ()
-
-
-class Tensor(Struct, frozen=True):
-    """What a model emits that is no token. `data`: its bytes in row-major order, base64 in the JSON; with numpy,
-    `numpy.frombuffer(tensor.data, tensor.dtype).reshape(tensor.shape)`."""
-
-    signal: str
-    modality: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-class GeneratedChoice(Struct, frozen=True):
-    """All that one choice has emitted."""
-
-    index: int
-    text: str
-    finish_reason: str
-    tokens: tuple[int, ...] = ()
-    tensors: tuple[Tensor, ...] = ()
-    logprobs: tuple[SampledLogprob, ...] | None = None
-
-
-class Generation(Struct, frozen=True):
-    """Answer of `/generate`. `text` is of its first choice."""
-
-    id: str
-    model: str
-    choices: tuple[GeneratedChoice, ...]
-    usage: Usage
 
     @property
     def text(self) -> str:

@@ -18,16 +18,15 @@ from mstar.client.answers import (
     ChatCompletion,
     Completion,
     DetokenizedText,
-    Embeddings,
-    EncodedEmbeddings,
-    Generation,
     ModelEntry,
     ModelList,
     Status,
     Tokens,
 )
+from mstar.client.embeddings import Embeddings, EncodedEmbeddings
 from mstar.client.errors import UnreadableAnswerError
 from mstar.client.events import Event, chat_events, completion_events, generate_events
+from mstar.client.generation import Generation
 
 T = TypeVar("T")
 Messages: TypeAlias = str | Sequence[Mapping[str, Any]]

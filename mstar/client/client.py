@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import httpx
 
 from mstar.client import calls
-from mstar.client.answers import ChatCompletion, Completion, Embeddings, Generation, ModelEntry
+from mstar.client.answers import ChatCompletion, Completion, ModelEntry
 from mstar.client.calls import Call, Messages, Prompt, SinglePrompt
+from mstar.client.embeddings import Embeddings
 from mstar.client.errors import StatusError, UnreadableAnswerError, status_error, stream_error
 from mstar.client.events import Event, UsageEvent
+from mstar.client.generation import Generation
 from mstar.client.settings import DEFAULT_URL, JSON_TYPE, READ_TIMEOUT_S, Settings, no_answer
 from mstar.client.sse import DONE, EventSplitter
 

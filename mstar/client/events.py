@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from mstar.client.answers import ChatLogprobs, CompletionLogprobs, SampledLogprob, Usage
+from mstar.client.answers import ChatLogprobs, CompletionLogprobs, Usage
+from mstar.client.generation import SampledLogprob
 
 
 class TextEvent(msgspec.Struct, frozen=True):
