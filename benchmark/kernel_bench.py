@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mstar.kernels import ops
-from mstar.kernels.fused_norms import GatedNorm, HeadNorms
-from mstar.kernels.triton import products
+from mstar.kernels.fused_norms import AddNorm, GatedNorm, HeadNorms
+from mstar.kernels.triton import products, tile_products
 
 HIDDEN, WIDTH, VOCAB, PAGE = 1024, 3584, 248_320, 64
 HEADS, KV_HEADS, HEAD_DIM, HALF = 8, 2, 256, 32
@@ -86,6 +86,11 @@ def product_kernels(rows: int) -> dict[str, float]:
         x = normal(rows, num_in)
         layers = [ops.pack_linear(normal(num_out, num_in)) for _ in range(LAYERS)]
         times[name] = time_us([lambda each=each, x=x: ops.linear(x, each) for each in layers])
+        if num_out == HIDDEN:
+            then = AddNorm(normal(rows, HIDDEN), normal(HIDDEN), 1e-6, True)
+            times[name + "_norm"] = time_us([
+                lambda each=each, x=x, then=then: ops.linear_add_norm(x, each, then) for each in layers
+            ])  # fmt: skip
     x, layers = normal(rows, HIDDEN), [ops.pack_linear(normal(2 * WIDTH, HIDDEN)) for _ in range(LAYERS)]
     times["gate_up_silu"] = time_us([lambda each=each: ops.gated_linear(x, each) for each in layers])
     head, x = ops.pack_linear(normal(VOCAB, HIDDEN)), normal(rows, HIDDEN)
@@ -94,16 +99,24 @@ def product_kernels(rows: int) -> dict[str, float]:
 
 
 def compare_products() -> None:
-    """Products of few rows by Triton and by the library: where one overtakes the other."""
+    """Products by Triton and by the library: where one overtakes the other. Those of 1,024 outputs come in parts."""
     for name, (num_out, num_in) in {**PRODUCTS, "logits": (VOCAB, HIDDEN)}.items():
         weights = [normal(num_out, num_in) for _ in range(2 if num_out == VOCAB else LAYERS)]
         times: dict[int, tuple[float, float]] = {}
-        for rows in (1, 2, 4, 8):
+        for rows in (1, 2, 8, 32, 64, 128):
             x, out = normal(rows, num_in), normal(rows, num_out)
-            ours = time_us([lambda w=w, x=x, out=out: products.row_product(x, w, None, out) for w in weights])
+            ours = time_us([lambda w=w, x=x, out=out: _product(x, w, out) for w in weights])
             library = time_us([lambda w=w, x=x, out=out: torch.mm(x, w.t(), out=out) for w in weights])
             times[rows] = (round(ours, 2), round(library, 2))
         print(f"{name} {num_out} x {num_in}, (ours, library) by rows: {times}", flush=True)
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    if x.shape[0] == 1:
+        return products.row_product(x, weight, None, out)
+    if weight.shape[0] == HIDDEN:
+        return tile_products.product_parts(x, weight)
+    return tile_products.tile_product(x, weight, out)
 
 
 def attention_kernels(rows: int, context: int) -> dict[str, float]:
@@ -164,7 +177,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,8,32,64,128")
     parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--products", action="store_true", help="only compare products of few rows with the library's")
+    parser.add_argument("--products", action="store_true", help="only compare products with the library's")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.products:

@@ -1,8 +1,7 @@
-"""Products of few rows with a weight matrix, where the library's kernels are bound by their latency.
+"""Products of one row with a weight matrix, where the library's kernels are bound by their latency.
 
-Runs on the thread of the forward. The weights are read before the wait for the rows: they are constant, and reading
-them is nearly all the time that such a product takes. Rows take their turns over weights that stay in registers, each
-with the same additions in the same order, so a row's result has the same bits beside any others.
+Runs on the thread of the forward. The weights are read before the wait for the row: they are constant, and reading them
+is nearly all the time that such a product takes. `mstar.kernels.triton.tile_products` has those of more rows.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from torch import Tensor
 
 from mstar.kernels.triton.launch import dependent_launch, next_power_of_2, wait_for_inputs
 
-MOST_ROWS = 8
-"""That the kernels take."""
 _MAX_IN = 8192
 
 
 @triton.jit
 def _product_kernel(
-    x, weight, bias, out, num_rows, num_out, x_stride, weight_stride, out_stride,
-    ROWS: tl.constexpr, NUM_IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr,
+    x, weight, bias, out, num_out, weight_stride,
+    NUM_IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`GATED`: the weights are ``num_out`` rows for gates and as many for what they let through."""
@@ -36,45 +33,40 @@ def _product_kernel(
         at = weight + (num_out + o).to(tl.int64)[:, None] * weight_stride + i[None, :]
         up_w = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     wait_for_inputs(PDL)
-    for row in tl.static_range(ROWS):
-        num_in = tl.where(row < num_rows, NUM_IN, 0)
-        inputs = tl.load(x + row * x_stride + i, mask=i < num_in, other=0.0).to(tl.float32)[None, :]
-        y = tl.sum(w.to(tl.float32) * inputs, 1)
+    inputs = tl.load(x + i, mask=i < NUM_IN, other=0.0).to(tl.float32)[None, :]
+    y = tl.sum(w.to(tl.float32) * inputs, 1)
+    if BIAS:
+        y += tl.load(bias + o, mask=is_out, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(up_w.to(tl.float32) * inputs, 1)
         if BIAS:
-            y += tl.load(bias + o, mask=is_out, other=0.0).to(tl.float32)
-        if GATED:
-            up = tl.sum(up_w.to(tl.float32) * inputs, 1)
-            if BIAS:
-                up += tl.load(bias + num_out + o, mask=is_out, other=0.0).to(tl.float32)
-            # Rounded where the product and the activation round as kernels of their own.
-            y = y.to(x.dtype.element_ty).to(tl.float32)
-            y = y * tl.sigmoid(y) * up.to(x.dtype.element_ty).to(tl.float32)
-        last = tl.where(row < num_rows, num_out, 0)
-        tl.store(out + row * out_stride + o, y.to(out.dtype.element_ty), mask=o < last)
+            up += tl.load(bias + num_out + o, mask=is_out, other=0.0).to(tl.float32)
+        # Rounded where the product and the activation round as kernels of their own.
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+        y = y * tl.sigmoid(y) * up.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + o, y.to(out.dtype.element_ty), mask=is_out)
 
 
 def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``out = x @ weight.T + bias`` for ``x [rows, in_features]``; ``out [rows, out_features]``, bf16 or fp32."""
+    """``out = x @ weight.T + bias`` for ``x [1, in_features]``; ``out [1, out_features]``, bf16 or fp32."""
     return _launch(x, weight, bias, out, weight.shape[0], gated=False)
 
 
 def gated_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``out = silu_and_mul(x @ weight.T + bias)`` for ``x [rows, in_features]``."""
+    """``out = silu_and_mul(x @ weight.T + bias)`` for ``x [1, in_features]``."""
     return _launch(x, weight, bias, out, weight.shape[0] // 2, gated=True)
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_out: int, *, gated: bool) -> Tensor:
     rows, num_in = x.shape
-    if rows > MOST_ROWS or num_in > _MAX_IN or not x.stride(1) == weight.stride(1) == out.stride(1) == 1:
+    if rows != 1 or num_in > _MAX_IN or not x.stride(1) == weight.stride(1) == out.stride(1) == 1:
         return NotImplemented
     if weight.dtype is not torch.bfloat16 or x.dtype is not torch.bfloat16:
         return NotImplemented
-    if rows == 0:
-        return out
     block_out, num_warps = _shape(num_in)
     _product_kernel[(triton.cdiv(num_out, block_out),)](
-        x, weight, x if bias is None else bias, out, rows, num_out, x.stride(0), weight.stride(0), out.stride(0),
-        ROWS=next_power_of_2(rows), NUM_IN=num_in, BLOCK_IN=next_power_of_2(num_in), BLOCK_OUT=block_out, GATED=gated,
+        x, weight, x if bias is None else bias, out, num_out, weight.stride(0),
+        NUM_IN=num_in, BLOCK_IN=next_power_of_2(num_in), BLOCK_OUT=block_out, GATED=gated,
         BIAS=bias is not None, num_warps=num_warps, **dependent_launch(x),
     )  # fmt: skip
     return out
