@@ -12,6 +12,7 @@ export class Chat {
     this.model = "";
     this.messages = [];
     this.running = null;
+    this.frame = null;
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.ask();
@@ -132,12 +133,15 @@ export class Chat {
     this.follow();
   }
 
-  // Scrolls along, unless somebody has scrolled up to read.
+  // Scrolls along, unless somebody has scrolled up to read: once a frame, however many chunks it has.
   follow() {
-    const list = byId("messages");
-    const left = list.scrollHeight - list.scrollTop - list.clientHeight;
-    if (this.isAtEnd || left < 120) list.scrollTop = list.scrollHeight;
-    this.isAtEnd = false;
+    this.frame ??= requestAnimationFrame(() => {
+      const list = byId("messages");
+      const left = list.scrollHeight - list.scrollTop - list.clientHeight;
+      if (this.isAtEnd || left < 120) list.scrollTop = list.scrollHeight;
+      this.isAtEnd = false;
+      this.frame = null;
+    });
   }
 }
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -103,6 +104,14 @@ def test_a_conversation(page: "playwright.Page", front: RunningFront):
     assert page.locator(".message").count() == 0
 
 
+def test_a_long_answer_is_followed_to_its_end(page: "playwright.Page", front: RunningFront):
+    front.reply("</think>\n\n" + "a line\n" * 100 + "the end")
+    front.call(lambda: setattr(front.worker, "step_s", 0.002))
+    ask(page, "Go on.")
+    last_answer(page)
+    until(page, "(e => e.scrollHeight > 2000 && e.scrollTop + e.clientHeight > e.scrollHeight - 5)(messages)")
+
+
 def test_what_a_model_writes_stays_text(page: "playwright.Page", front: RunningFront):
     front.reply(f"{MARKUP}\n</think>\n\n{MARKUP}")
     ask(page, MARKUP)
@@ -135,6 +144,36 @@ def test_settings_are_made_from_the_schema_and_sent(page: "playwright.Page", fro
     page.focus("#prompt")
     page.keyboard.press("Enter")
     until(page, "document.querySelectorAll('.message.assistant > .text').length == 2")
+
+
+def test_parameters_of_the_model_have_controls(page: "playwright.Page", front: RunningFront):
+    models = front.http.get("/v1/models").json()
+    models["data"][0]["parameters"] = {
+        "properties": {
+            "strength": {"type": "number", "minimum": 0, "maximum": 1, "description": "How much."},
+            "mode": {"anyOf": [{"$ref": "#/$defs/Mode"}, {"type": "null"}]},
+            "steps": {"type": "integer"},
+        },
+        "$defs": {"Mode": {"type": "string", "enum": ["fast", "fine"]}},
+    }
+    sent: list[dict[str, Any]] = []
+
+    def answer(route: "playwright.Route") -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(body="data: [DONE]\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    page.route("**/v1/chat/completions", answer)
+    page.reload()
+    page.wait_for_selector("#parameter-strength")
+    assert page.get_attribute("#parameter-strength", "max") == "1"
+    assert page.inner_text("#parameter-strength-note") == "How much."
+    page.fill("#parameter-strength", "0.25")
+    page.select_option("#parameter-mode", "fine")
+    ask(page, "hi")
+    until(page, "document.querySelector('#stop').hidden")
+    assert sent[0]["parameters"] == {"strength": 0.25, "mode": "fine"}
+    assert sent[0].keys() == {"parameters", "model", "messages", "stream", "stream_options"}
 
 
 def test_stop_and_escape_end_the_request(page: "playwright.Page", front: RunningFront):
