@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmark.random_llama import draw_weights
 from mstar.engine.submodule import NodeSubmodule
-from mstar.kernels.fused_norms import HeadNorms
+from mstar.kernels.fused_norms import AddNorm, HeadNorms
 from mstar.layers.attention import SelfAttention
 from mstar.layers.linear import pack_weights
 from mstar.layers.norm import RMSNorm
@@ -66,10 +66,10 @@ class NormedAttention(SelfAttention):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=dtype, device=device)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden]` → `[tokens, hidden]`."""
+    def forward(self, x: Tensor, then: AddNorm | None = None) -> Tensor:
+        """`[tokens, hidden]` → `[tokens, hidden]`. `then`: see `Linear.forward_then`."""
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, zero_centered=False)
-        return self.o_proj(self.attend(self.qkv_proj(x), norms))
+        return self.o_proj.forward_then(self.attend(self.qkv_proj(x), norms), then)
 
 
 def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
