@@ -13,6 +13,14 @@ export class Chat {
     this.messages = [];
     this.running = null;
     this.frame = null;
+    this.isAtEnd = true;
+    let top = 0;
+    // Only somebody who reads scrolls up; who comes back to the end wants to see what is added.
+    byId("messages").addEventListener("scroll", ({ target }) => {
+      if (target.scrollTop < top) this.isAtEnd = false;
+      else if (target.scrollHeight - target.scrollTop - target.clientHeight < 40) this.isAtEnd = true;
+      top = target.scrollTop;
+    });
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.ask();
@@ -136,11 +144,8 @@ export class Chat {
   // Scrolls along, unless somebody has scrolled up to read: once a frame, however many chunks it has.
   follow() {
     this.frame ??= requestAnimationFrame(() => {
-      const list = byId("messages");
-      const left = list.scrollHeight - list.scrollTop - list.clientHeight;
-      if (this.isAtEnd || left < 120) list.scrollTop = list.scrollHeight;
-      this.isAtEnd = false;
       this.frame = null;
+      if (this.isAtEnd) byId("messages").scrollTop = byId("messages").scrollHeight;
     });
   }
 }

@@ -22,6 +22,8 @@ from mstar.graph.picture import picture as picture_of
 KEY, GUEST = "sesame", "guest"
 CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+READING = (650, 300)
+"""A place over the messages."""
 UNWELL = {"error": {"message": "a worker is starting", "type": "server_error", "param": None, "code": "not_ready"}}
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** &amp;"
 
@@ -75,6 +77,13 @@ def until(page: "playwright.Page", expression: str) -> None:
     raise AssertionError(f"never true: {expression}")
 
 
+def endless(front: RunningFront) -> None:
+    """From now on requests sample tokens for ever, a hundred a second."""
+    token = front.tokenizer.encode("hi").ids[0]
+    front.worker.script = lambda _: iter(lambda: token, None)
+    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+
+
 def ask(page: "playwright.Page", text: str) -> None:
     page.fill("#prompt", text)
     page.keyboard.press("Enter")
@@ -109,7 +118,20 @@ def test_a_long_answer_is_followed_to_its_end(page: "playwright.Page", front: Ru
     front.call(lambda: setattr(front.worker, "step_s", 0.002))
     ask(page, "Go on.")
     last_answer(page)
-    until(page, "(e => e.scrollHeight > 2000 && e.scrollTop + e.clientHeight > e.scrollHeight - 5)(messages)")
+    is_at_end = "messages.scrollTop + messages.clientHeight > messages.scrollHeight - 5"
+    until(page, f"messages.scrollHeight > 2000 && {is_at_end}")
+    page.mouse.move(*READING)
+    page.mouse.wheel(0, -600)
+    until(page, f"!({is_at_end})")
+    endless(front)
+    page.fill("#prompt", "More.")
+    page.keyboard.press("Enter")
+    until(page, f"messages.childElementCount == 4 && {is_at_end}")
+    page.mouse.wheel(0, -600)
+    until(page, f"!({is_at_end})")
+    until(page, "document.querySelector('.message:last-child .text').textContent.length > 400")
+    assert not page.evaluate(is_at_end), "who reads further up is left there"
+    page.keyboard.press("Escape")
 
 
 def test_what_a_model_writes_stays_text(page: "playwright.Page", front: RunningFront):
@@ -177,9 +199,7 @@ def test_parameters_of_the_model_have_controls(page: "playwright.Page", front: R
 
 
 def test_stop_and_escape_end_the_request(page: "playwright.Page", front: RunningFront):
-    token = front.tokenizer.encode("hi").ids[0]
-    front.worker.script = lambda _: iter(lambda: token, None)
-    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    endless(front)
     ask(page, "Talk.")
     page.wait_for_selector(".message.assistant .text")
     page.click("#stop")
@@ -192,9 +212,7 @@ def test_stop_and_escape_end_the_request(page: "playwright.Page", front: Running
 
 
 def test_what_goes_wrong_is_said(page: "playwright.Page", front: RunningFront):
-    token = front.tokenizer.encode("hi").ids[0]
-    front.worker.script = lambda _: iter(lambda: token, None)
-    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    endless(front)
     ask(page, "Talk.")
     page.wait_for_selector(".message.assistant .text")
     rid = next(iter(front.worker.rows))
@@ -259,9 +277,7 @@ def test_the_live_view_lights_up_what_runs(page: "playwright.Page", front: Runni
     steps = 'mstar_node_steps_total{node="LLM",walk="decode"}'
     rows = 'mstar_node_rows_total{node="LLM",walk="decode"}'
     until(page, "document.querySelectorAll('#graph .lit').length == 0")
-    token = front.tokenizer.encode("hi").ids[0]
-    front.worker.script = lambda _: iter(lambda: token, None)
-    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    endless(front)
     ask(page, "Talk.")
     count = 0
 
