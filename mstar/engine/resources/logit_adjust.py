@@ -86,40 +86,41 @@ def forbidden_tokens(bits: np.ndarray, vocab_size: int) -> np.ndarray:
 class TokenBiases:
     """Per row a list of (token, value) added to the logits, and a list of tokens masked below a number of draws.
 
-    Lists are padded with entries that change nothing (value 0; the list's own first token)."""
+    `ids` and `floor_ids` int64, `values` fp32, `[rows, width]`. Lists are padded with entries that change nothing
+    (value 0; the list's own first token)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ids = torch.zeros((0, 1), dtype=torch.int64, device=device)
-        self._values = torch.zeros((0, 1), dtype=torch.float32, device=device)
-        self._floor_ids = torch.zeros((0, 1), dtype=torch.int64, device=device)
+        self.ids = torch.zeros((0, 1), dtype=torch.int64, device=device)
+        self.values = torch.zeros((0, 1), dtype=torch.float32, device=device)
+        self.floor_ids = torch.zeros((0, 1), dtype=torch.int64, device=device)
 
     def reset(self, row: int, ids: np.ndarray, values: np.ndarray, floor_ids: np.ndarray) -> None:
         """A request takes `row`. `floor_ids`: tokens that `add` masks while the row is under its floor."""
-        if row >= self._ids.shape[0] or ids.size > self._ids.shape[1] or floor_ids.size > self._floor_ids.shape[1]:
-            self._ids = _grown(self._ids, row, ids.size)
-            self._values = _grown(self._values, row, ids.size)
-            num_columns = self._floor_ids.shape[1]
-            self._floor_ids = _grown(self._floor_ids, row, floor_ids.size)
-            self._floor_ids[:, num_columns:] = self._floor_ids[
+        if row >= self.ids.shape[0] or ids.size > self.ids.shape[1] or floor_ids.size > self.floor_ids.shape[1]:
+            self.ids = _grown(self.ids, row, ids.size)
+            self.values = _grown(self.values, row, ids.size)
+            num_columns = self.floor_ids.shape[1]
+            self.floor_ids = _grown(self.floor_ids, row, floor_ids.size)
+            self.floor_ids[:, num_columns:] = self.floor_ids[
                 :, :1
             ]  # zeros would mask token 0 of the rows that are here
-        self._ids[row] = 0
-        self._values[row] = 0.0
-        self._ids[row, : ids.size] = to_device(ids, self._device)
-        self._values[row, : ids.size] = to_device(values, self._device)
-        self._floor_ids[row] = int(floor_ids[0]) if floor_ids.size else 0
-        self._floor_ids[row, : floor_ids.size] = to_device(floor_ids, self._device)
+        self.ids[row] = 0
+        self.values[row] = 0.0
+        self.ids[row, : ids.size] = to_device(ids, self._device)
+        self.values[row, : ids.size] = to_device(values, self._device)
+        self.floor_ids[row] = int(floor_ids[0]) if floor_ids.size else 0
+        self.floor_ids[row, : floor_ids.size] = to_device(floor_ids, self._device)
 
     def add(self, logits: Tensor, rows: Tensor, floor: Tensor) -> None:
         """In place on `logits` fp32 `[n, vocab]`. `floor` fp32 `[n]`: -inf for rows under their floor, else 0."""
-        logits.scatter_add_(1, self._ids[rows], self._values[rows])
-        masked = self._floor_ids[rows]
+        logits.scatter_add_(1, self.ids[rows], self.values[rows])
+        masked = self.floor_ids[rows]
         logits.scatter_add_(1, masked, floor[:, None].expand_as(masked))
 
     @property
     def num_bytes(self) -> int:
-        return self._ids.nbytes + self._values.nbytes + self._floor_ids.nbytes
+        return self.ids.nbytes + self.values.nbytes + self.floor_ids.nbytes
 
 
 def _grown(table: Tensor, row: int, width: int = 0) -> Tensor:

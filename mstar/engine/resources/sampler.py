@@ -17,23 +17,18 @@ import torch
 from torch import Tensor
 
 from mstar.communication.messages import SamplingParams
-from mstar.engine.device_graph import borrowed
+from mstar.engine.device_graph import DeviceGraph, GraphMemory, borrowed
 from mstar.engine.execution import AllowedTokens, StepOutputs
 from mstar.engine.host_columns import to_device
-from mstar.engine.resources import sampling_columns as column
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
-from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts, forbidden_tokens
-from mstar.engine.resources.logprobs import log_probabilities, unpack
+from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts
+from mstar.engine.resources.logprobs import unpack
+from mstar.engine.resources.row_draws import FAILED_TOKEN, DrawTables, row_draws
 from mstar.engine.resources.sampling_columns import SamplingColumns, check_prompt, check_sampling, without_text
-from mstar.engine.resources.sampling_plan import RowGroup, SamplingPlan, plan_sampling
-from mstar.engine.resources.token_choice import ChoiceParams, choose_tokens
+from mstar.engine.resources.sampling_plan import CapturedDraw, RowGroup, SamplingPlan, plan_sampling
 from mstar.engine.spec import SamplerSpec
 from mstar.engine.staging import StagingField
 from mstar.engine.step import Rows, SamplerStep
-from mstar.kernels import ops
-
-FAILED_TOKEN = -1
-"""In a step's tokens: the row's logits had no finite maximum."""
 
 _NO_LOGITS = torch.empty((0, 0))
 
@@ -68,6 +63,7 @@ class Sampler(Resource[SamplerStep]):
         self._bias_rows = TableRows(capacity + 1)
         self._counts = TokenCounts(spec.vocab_size, device)
         self._biases = TokenBiases(device)
+        self._draws = row_draws(DrawTables(self._table, self._counts, self._biases), device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._work: list[Work] = []
         self._fresh: list[int] = []
@@ -75,6 +71,7 @@ class Sampler(Resource[SamplerStep]):
         self.drawn: Tensor = self._tokens[:0]
         """What the running step draws (executor); an output that is this very tensor stays in the live column."""
         self._logits = _NO_LOGITS
+        self._graph: DeviceGraph | None = None
         self._logprobs: Tensor | None = None
 
     def open(self, handle: int, config: OpenConfig) -> None:
@@ -114,6 +111,7 @@ class Sampler(Resource[SamplerStep]):
                 if group.size:
                     names = self._names[name]
                     ctx.staging[names["rows"]][: group.size] = group.rows
+                    ctx.staging[names["rows"]][group.size :] = -1
                     for field, values in group.columns.items():
                         ctx.staging[names[field]][: group.size] = values
         return plan
@@ -149,7 +147,7 @@ class Sampler(Resource[SamplerStep]):
 
     def staging_fields(self) -> Sequence[StagingField]:
         groups = (
-            StagingField(self._names[group][name], dtype, "row")
+            StagingField(self._names[group][name], dtype, "row", -1 if name == "rows" else 0)
             for group, fields in _GROUP_FIELDS.items()
             for name, dtype in fields.items()
         )
@@ -168,6 +166,7 @@ class Sampler(Resource[SamplerStep]):
         self._plan = plan
         self._staged = staging
         self._logprobs = None
+        self._graph = None
         if not plan.staged:
             cut = (self._uploaded(group).items() for group in plan.groups().values())
             names = self._names.values()
@@ -179,14 +178,23 @@ class Sampler(Resource[SamplerStep]):
     def begin_replay(self, plan: SamplingPlan, captured: SamplingPlan, staging: Mapping[str, Tensor]) -> None:
         self.begin_forward(plan, staging)
         assert captured.captured is not None
-        self._logits, self.drawn = captured.captured
+        self._logits, self.drawn, self._graph = captured.captured
 
     def end_forward(self, plan: SamplingPlan) -> None:
         self._write_live()
 
-    def end_capture(self, plan: SamplingPlan) -> None:
-        plan.captured = borrowed(self._logits), self.drawn
-        self._logits = _NO_LOGITS
+    def end_capture(self, plan: SamplingPlan, staging: Mapping[str, Tensor], memory: GraphMemory) -> None:
+        logits, tokens = borrowed(self._logits), self.drawn
+        everybody = SamplingPlan(plan.handles, plan.kept, cuts=True)
+        fields = {name: staging[staged] for name, staged in self._names["sampled"].items()}
+
+        def run() -> None:
+            self._draws.choose(logits, tokens, everybody, fields)
+            self._write_live()
+
+        graph = DeviceGraph(memory, run) if memory.on_device and self._draws.capturable else None
+        plan.captured = CapturedDraw(logits, tokens, graph)
+        self._logits = _NO_LOGITS  # not before: the graph's own temporaries must lie elsewhere
 
     def draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
         if not self.draws_in_forward:
@@ -195,24 +203,25 @@ class Sampler(Resource[SamplerStep]):
     def _draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
         logits, tokens, self._logits = self._logits, self.drawn, _NO_LOGITS
         if allowed is not None and allowed.rows.size:
-            group = plan.adjusted_with(allowed.rows)
-            adjusted = self._uploaded(group)
+            adjusted = self._uploaded(plan.adjusted_with(allowed.rows))
         elif plan.plain:
             return
         else:
             allowed, adjusted = None, self._fields("adjusted", plan.adjusted)
-        asked = self._fields("asked", plan.asked)["rows"]
-        raw = logits[asked] if plan.asked.size else logits
+        raw, asked = logits, self._fields("asked", plan.asked)["rows"]
+        rows = asked
         if adjusted["rows"].shape[0]:
-            self._adjust(logits, tokens, plan, adjusted, allowed)
-        if plan.sampled.size:
-            self._choose(logits, tokens, plan)
+            if plan.asked.size:
+                raw, rows = logits[asked], torch.arange(plan.asked.size, device=self._device)
+            self._draws.adjust(logits, tokens, plan, adjusted, allowed)
+        if plan.sampled.size and self._graph is not None:
+            self._graph.replay()
+        elif plan.sampled.size:
+            self._draws.choose(logits, tokens, plan, self._fields("sampled", plan.sampled))
         if plan.has_counts and plan.adjusted.size:
-            drawn = tokens[adjusted["rows"]].long().clamp_(min=0)
-            self._counts.count(adjusted["counts"], drawn)
+            self._counts.count(adjusted["counts"], tokens[adjusted["rows"]].long().clamp_(min=0))
         if plan.asked.size:
-            columns = log_probabilities(raw, tokens[asked].long().clamp_(min=0), plan.num_top)
-            self._logprobs = columns.new_zeros((tokens.shape[0], columns.shape[1])).index_copy_(0, asked, columns)
+            self._logprobs = self._draws.log_probabilities(raw, rows, asked, tokens, plan.num_top)
         self._write_live()
 
     def host_outputs(self, plan: SamplingPlan) -> Mapping[str, Tensor]:
@@ -227,52 +236,13 @@ class Sampler(Resource[SamplerStep]):
     def sample(self, logits: Tensor) -> Tensor:
         """See `mstar.engine.layer_handles.SamplerHandle.sample`."""
         self._logits, self.drawn = logits.float(), self._tokens[: logits.shape[0]]
-        _largest_or_failed(self._logits, self.drawn)
+        self._draws.largest(self._logits, self.drawn)
         if self.draws_in_forward and not self._plan.plain:
             self._draw(self._plan, None)
         return self.drawn
 
     def _write_live(self) -> None:
-        self.live.index_copy_(0, self._staged[self.key + ".dst"], self.drawn.long().clamp_(min=0))
-
-    def _adjust(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        plan: SamplingPlan,
-        fields: Mapping[str, Tensor],
-        allowed: AllowedTokens | None,
-    ) -> None:
-        """In place on the rows of `fields`, and their largest logits into `tokens`."""
-        rows = fields["rows"]
-        changed = logits[rows]
-        if allowed is not None:
-            forbidden = to_device(forbidden_tokens(allowed.bits, self.vocab_size), self._device)
-            changed.masked_fill_(forbidden[fields["masks"].clamp(min=0)] & (fields["masks"] >= 0)[:, None], -torch.inf)
-        if plan.has_counts:
-            params = self._table[fields["handles"]]
-            repetition = params[:, column.REPETITION, None]
-            presence, frequency = params[:, column.PRESENCE, None], params[:, column.FREQUENCY, None]
-            self._counts.penalize(changed, fields["counts"], repetition, presence, frequency)
-        if plan.has_biases:
-            self._biases.add(changed, fields["biases"], fields["floor"])
-        logits.index_copy_(0, rows, changed)
-        largest = torch.empty_like(rows, dtype=torch.int32)
-        _largest_or_failed(changed, largest)
-        _replace(tokens, rows, largest)
-
-    def _choose(self, logits: Tensor, tokens: Tensor, plan: SamplingPlan) -> None:
-        fields = self._fields("sampled", plan.sampled)
-        rows, params = fields["rows"], self._table[fields["handles"]]
-        choice = ChoiceParams(
-            temperature=params[:, column.TEMPERATURE, None],
-            top_k=params[:, column.TOP_K, None],
-            top_p=params[:, column.TOP_P, None],
-            min_p=params[:, column.MIN_P, None],
-            uniform=fields["uniform"][:, None],
-        )
-        few = logits if plan.sampled.size == logits.shape[0] else logits[rows]
-        _replace(tokens, rows, choose_tokens(few, choice, plan.num_candidates, needs_mass=plan.needs_mass).int())
+        self._draws.write_live(self.drawn, self._staged[self.key + ".dst"], self.live)
 
     def _fields(self, name: str, group: RowGroup) -> Mapping[str, Tensor]:
         """What was staged of a group."""
@@ -312,16 +282,3 @@ class SamplerLayer:
 
     def stopped(self, handles: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         return self._sampler.columns.stopped(handles, tokens)
-
-
-def _largest_or_failed(logits: Tensor, tokens: Tensor) -> None:
-    """The largest of `logits` fp32 `[rows, vocab]` into `tokens` int32 `[rows]`."""
-    ops.greedy(logits, out=tokens)
-    # The largest logit is NaN if any is, and infinite if any is +inf or all are -inf.
-    finite = logits.gather(1, tokens.long()[:, None]).squeeze(1).abs_() < torch.inf
-    tokens.masked_fill_(~finite, FAILED_TOKEN)
-
-
-def _replace(tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
-    """Other tokens for `rows`; a row that has failed stays so."""
-    tokens.index_copy_(0, rows, torch.where(tokens[rows] < 0, tokens[rows], chosen))

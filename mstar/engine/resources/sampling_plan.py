@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from mstar.engine.device_graph import DeviceGraph
 from mstar.engine.resources.random_draw import uniforms
-from mstar.engine.resources.sampling_columns import SamplingColumns
+from mstar.engine.resources.sampling_columns import TOP_P, SamplingColumns
 
 _FEW = 256
 _SLACK = 64
@@ -36,6 +38,15 @@ class RowGroup:
         return RowGroup(self.rows[inside] - begin, {name: column[inside] for name, column in self.columns.items()})
 
 
+class CapturedDraw(NamedTuple):
+    """Behind a replay: its logits fp32 and tokens int32, and the graph in which its sampled rows draw (None: there is
+    none)."""
+
+    logits: Tensor
+    tokens: Tensor
+    graph: DeviceGraph | None
+
+
 NOBODY = RowGroup(np.empty(0, np.int64), {})
 
 
@@ -45,9 +56,9 @@ class SamplingPlan:
     none), floor (-inf for rows under their shortest length, else 0).
 
     `handles` int64 [rows]; `kept` bool [rows]: rows that draw. `num_candidates` and `needs_mass` as in `choose_tokens`.
-    `num_top`: most alternatives that an `asked` row wants. `has_counts`, `has_biases`: some adjusted row has one.
-    `staged=False`: the groups were cut out and are not what lies in the slot. `captured`: logits and tokens of the
-    graph that was captured with this plan.
+    `cuts`: some sampled row has a top-k or a top-p. `num_top`: most alternatives that an `asked` row wants.
+    `has_counts`, `has_biases`: some adjusted row has one. `staged=False`: the groups were cut out and are not what lies
+    in the slot. `captured`: what a replay of the forward that was captured with this plan leaves.
     """
 
     handles: np.ndarray
@@ -57,11 +68,12 @@ class SamplingPlan:
     asked: RowGroup = NOBODY
     num_candidates: int = 0
     needs_mass: bool = False
+    cuts: bool = False
     num_top: int = 0
     has_counts: bool = False
     has_biases: bool = False
     staged: bool = True
-    captured: tuple[Tensor, Tensor] | None = None
+    captured: CapturedDraw | None = None
 
     @property
     def plain(self) -> bool:
@@ -93,6 +105,7 @@ class SamplingPlan:
             self.kept[begin:end],
             num_candidates=self.num_candidates,
             needs_mass=self.needs_mass,
+            cuts=self.cuts,
             num_top=self.num_top,
             has_counts=self.has_counts,
             has_biases=self.has_biases,
@@ -145,6 +158,7 @@ def _plan_sampled(
     plan.sampled = RowGroup(rows, {"handles": drawing, "uniform": uniform})
     top_k = columns.top_k[drawing]
     plan.needs_mass = bool((top_k == 0).any())
+    plan.cuts = bool(((top_k > 0) | (columns.params[drawing, TOP_P] < 1)).any())
     largest = int(top_k.max())
     if plan.needs_mass and sorts_all:
         plan.num_candidates = columns.vocab_size

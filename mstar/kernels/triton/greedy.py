@@ -17,9 +17,12 @@ _COLUMNS = 4096
 
 
 @triton.jit
-def _part_kernel(logits, keys, vocab, stride, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _part_kernel(
+    logits, rows, keys, vocab, stride, num_parts, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + entry) if HAS_ROWS else entry
     part = tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
@@ -29,7 +32,7 @@ def _part_kernel(logits, keys, vocab, stride, num_parts, BLOCK: tl.constexpr, PD
     order = tl.where(value == value, order, 0x7FFFFFFF)
     largest = tl.max(order, 0)
     first = tl.min(tl.where(order == largest, columns, 0x7FFFFFFF), 0)
-    tl.store(keys + row * num_parts + part, (largest.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64))
+    tl.store(keys + entry * num_parts + part, (largest.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64))
 
 
 @triton.jit
@@ -40,6 +43,49 @@ def _whole_kernel(keys, out, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     key = tl.load(keys + row * num_parts + parts, mask=parts < num_parts, other=-(1 << 63))
     index = 0x7FFFFFFF - (tl.max(key, 0) & 0x7FFFFFFF)
     tl.store(out + row, index.to(tl.int32))
+
+
+@triton.jit
+def _token_kernel(keys, rows, tokens, num_parts, HAS_ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    entry = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, BLOCK)
+    key = tl.max(tl.load(keys + entry * num_parts + parts, mask=parts < num_parts, other=-(1 << 63)), 0)
+    order = key >> 32
+    # Between minus infinity and infinity; NaN is above both.
+    finite = (order > -0x7F800001) & (order < 0x7F800000)
+    token = tl.where(finite, 0x7FFFFFFF - (key & 0x7FFFFFFF), -1).to(tl.int32)
+    if HAS_ROWS:
+        row = tl.load(rows + entry)
+        token = tl.where(tl.load(tokens + row) < 0, -1, token)
+        tl.store(tokens + row, token)
+    else:
+        tl.store(tokens + entry, token)
+
+
+def largest_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> None:
+    """The index of the largest logit into ``tokens`` int32 ``[step rows]``, or -1 where it is not finite, for each row
+    of ``logits`` fp32 ``[step rows, vocab]``; with ``rows`` int64 ``[n]`` for those, and -1 stays."""
+    num_rows, vocab = logits.shape[0] if rows is None else rows.shape[0], logits.shape[1]
+    num_parts = triton.cdiv(vocab, _COLUMNS)
+    keys = torch.empty((num_rows, num_parts), dtype=torch.int64, device=logits.device)
+    launch, given = dependent_launch(logits), tokens if rows is None else rows
+    has_rows = rows is not None
+    _part_kernel[(num_rows, num_parts)](
+        logits,
+        given,
+        keys,
+        vocab,
+        logits.stride(0),
+        num_parts,
+        HAS_ROWS=has_rows,
+        BLOCK=_COLUMNS,
+        num_warps=8,
+        **launch,
+    )
+    _token_kernel[(num_rows,)](
+        keys, given, tokens, num_parts, HAS_ROWS=has_rows, BLOCK=next_power_of_2(num_parts), num_warps=1, **launch
+    )
 
 
 def greedy(logits: Tensor, out: Tensor | None) -> Tensor:
@@ -57,7 +103,7 @@ def greedy(logits: Tensor, out: Tensor | None) -> Tensor:
     keys = torch.empty((rows, num_parts), dtype=torch.int64, device=logits.device)
     launch = dependent_launch(logits)
     _part_kernel[(rows, num_parts)](
-        logits, keys, vocab, logits.stride(0), num_parts, BLOCK=_COLUMNS, num_warps=8, **launch
+        logits, out, keys, vocab, logits.stride(0), num_parts, HAS_ROWS=False, BLOCK=_COLUMNS, num_warps=8, **launch
     )
     _whole_kernel[(rows,)](keys, out, num_parts, BLOCK=next_power_of_2(num_parts), num_warps=1, **launch)
     return out

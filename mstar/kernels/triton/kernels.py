@@ -18,9 +18,11 @@ from mstar.kernels.packed import PackedExperts, PackedLinear
 from mstar.kernels.triton import (
     attention_decode,
     attention_prefill,
+    draw,
     experts,
     gated_delta,
     greedy,
+    logits,
     products,
     rope,
     rows,
@@ -34,6 +36,7 @@ class TritonKernels:
     def __init__(self) -> None:
         self.linear_attention = LinearAttentionKernels()
         self.experts = ExpertKernels()
+        self.sampling = SamplingKernels()
 
     def linear(self, x: Tensor, packed: PackedLinear, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         dtype = out.dtype if out is not None else out_dtype or x.dtype
@@ -149,6 +152,17 @@ class ExpertKernels:
         out: Tensor | None,
     ) -> Tensor:
         return experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus, out)
+
+
+class SamplingKernels:
+    """From logits to tokens."""
+
+    largest_tokens = staticmethod(greedy.largest_tokens)
+    mask_and_penalize = staticmethod(logits.mask_and_penalize)
+    add_biases = staticmethod(logits.add_biases)
+    draw_tokens = staticmethod(draw.draw_tokens)
+    log_probabilities = staticmethod(logits.log_probabilities)
+    write_live = staticmethod(logits.write_live)
 
 
 class LinearAttentionKernels:
