@@ -23,6 +23,17 @@ class HostTensor(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
 
 
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text must look like, from its first token to its last."""
+
+    format: str
+    """JSON of a format of xgrammar's structural tags: a schema, a regular expression, alternatives, ... or parts."""
+    behind: str = ""
+    """It holds for what follows the first occurrence of this text and line breaks; empty: for all."""
+    field: str = ""
+    """The request's field that asks for it, for errors."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn, validated at intake. `top_k=0` means no limit; `temperature=0` means greedy.
 
@@ -45,6 +56,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     """End tokens of the model and of the request (the model's own are left out under ignore_eos)."""
+    grammar: Grammar | None = None
+    """Only tokens that it allows are drawn. Its end ends the text, whatever `min_tokens` says."""
 
 
 class MediaSpan(msgspec.Struct, array_like=True, frozen=True):
@@ -150,11 +163,13 @@ class Remove(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fail(msgspec.Struct, tag=True, frozen=True):
-    """Worker → front: this request failed. `code` is the HTTP status that fits (400, 500, 503)."""
+    """Worker → front: this request failed. `code` is the HTTP status that fits (400, 500, 503); `field`: the request's
+    field at fault, if there is one."""
 
     rid: str
     message: str
     code: int = 500
+    field: str = ""
 
 
 class AskSteps(msgspec.Struct, tag=True, frozen=True, kw_only=True):

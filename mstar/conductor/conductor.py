@@ -273,7 +273,7 @@ class Conductor:
         record = self.requests.get(message.rid)
         if record is not None:
             code = "request_failed" if message.code >= 500 else "request_refused"
-            self.fail(record.stream, Failure(message.code, code, message.message))
+            self.fail(record.stream, Failure(message.code, code, message.message, message.field or None))
 
     def _on_supervisor_shutdown(self, message: Shutdown) -> None:
         self._on_shutdown()

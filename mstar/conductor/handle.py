@@ -297,12 +297,17 @@ class ConductorHandle:
         stream.times.num_prompt_tokens += length
         tail = () if ids is None else tuple(ids[-PROMPT_TAIL:].tolist())
         stream.push(PreparedEvent(index, length, tail, prompt.opens_reasoning))
+        grammar = request.sampling.grammar
+        if grammar is not None and grammar.behind and not prompt.opens_reasoning:
+            grammar = msgspec.structs.replace(grammar, behind="")
         prompt_ids = None if ids is None else from_numpy(ids)
         inputs = {name: from_numpy(array) for name, array in prompt.inputs.items()}
         for i, (partitions, limits) in enumerate(plans):
             number = next(self._numbers)
             opening = OpenRequest(
-                sampling=msgspec.structs.replace(request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens),
+                sampling=msgspec.structs.replace(
+                    request.sampling, seed=choice_seed(seed, i), max_tokens=max_tokens, grammar=grammar
+                ),
                 prompt_ids=prompt_ids,
                 inputs=inputs,
                 limits=limits,

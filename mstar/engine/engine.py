@@ -20,6 +20,7 @@ from mstar.engine.cache_reuse import settle_cache_policies
 from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.cuda_graph_config import PackedCudaGraphConfig
 from mstar.engine.device_graph import GraphMemory
+from mstar.engine.drawn_text import text_rows, text_tokens
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.execution import AdmitOutcome, AllowedTokens, Portion, Step, StepPart, StepState
 from mstar.engine.layer_handles import bind_layers
@@ -257,6 +258,14 @@ class Engine:
         outputs.ids.update(dict.fromkeys(done.live))
         for name, value in done.stored.items():
             outputs.ids[name] = self._put(value, plan)
+
+    def draws(self, step: Step) -> np.ndarray:
+        """bool [rows]: rows of a planned step that draw a token of text in it."""
+        return text_rows(self._nodes[step.node].sampler, _plan_of(step), step.handles)
+
+    def drawn(self, step: Step) -> np.ndarray:
+        """int32 [rows]: what those rows have drawn, after `finish`."""
+        return text_tokens(self._nodes[step.node].sampler, _plan_of(step), step.handles)
 
     def check_stop(self, step: Step) -> list[tuple[StepPart, StopDecision]]:
         """What the node's `check_stop` decides on the step's host rows, part by part; failed rows and those that draw

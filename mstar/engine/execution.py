@@ -122,6 +122,8 @@ class Step:
     columns: RowColumns
     part_columns: tuple[RowColumns, ...]
     unfinished: np.ndarray | None = None
+    draws_later: bool = False
+    """It is submitted without its draw, which follows."""
     state: StepState = StepState.BUILT
     spec_ids: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()

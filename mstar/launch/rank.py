@@ -18,7 +18,7 @@ from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.kernels.selection import select_kernels
 from mstar.launch.deployment import Deployment
-from mstar.launch.machine import device_executor, engine_config, step_patches, step_tokens, torch_device, torch_dtype
+from mstar.launch.machine import device_executor, engine_config, step_patches, step_tokens, torch_device, torch_dtype, torch_threads
 from mstar.model.base import Model
 from mstar.model.loader.progress import LoadProgress
 from mstar.model.loader.weights import num_parameters
@@ -27,9 +27,12 @@ from mstar.model.submodule_context import SubmoduleContext
 from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock
 from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
+from mstar.worker.grammars.builds import Compiler
 from mstar.worker.worker import Worker, WorkerParts
 
 log = logging.getLogger(__name__)
+
+MAX_GRAMMAR_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,25 @@ def build_rank(
         settings=settings,
         shared=shared,
         clock=clock,
+        load_grammars=_grammar_loader(deployment, model),
     )
+
+
+def _grammar_loader(deployment: Deployment, model: Model) -> Callable[[int], Compiler] | None:
+    """What makes the compiler of grammars; None for a model without a tokenizer."""
+    directory = deployment.setup.tokenizer_dir
+    if directory is None:
+        return None
+    end_ids = tuple(model.stop_token_ids())
+    num_threads = max(1, min(MAX_GRAMMAR_THREADS, torch_threads(deployment.config) // 2))
+
+    def load(vocab_size: int) -> Compiler:
+        # Most workers never need it, and it loads transformers.
+        from mstar.worker.grammars.compiler import GrammarCompiler  # noqa: PLC0415
+
+        return GrammarCompiler(directory, vocab_size, end_ids, num_threads)
+
+    return load
 
 
 def describe_short_caches(deployment: Deployment, model: Model, compiled: CompiledGraph) -> list[str]:

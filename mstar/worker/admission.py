@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
+import msgspec
+
 from mstar.engine.engine import Engine
 from mstar.engine.resources.base import OpenConfig
 from mstar.worker.preemption import Preemption
@@ -17,11 +19,12 @@ from mstar.worker.waiting import seniority
 
 
 class RequestRefused(Exception):
-    """A request that cannot be served; `code` is the HTTP status that fits."""
+    """A request that cannot be served; `code` is the HTTP status that fits, `field` what is at fault of the request."""
 
-    def __init__(self, message: str, code: int) -> None:
+    def __init__(self, message: str, code: int, field: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.field = field
 
 
 class Admission:
@@ -53,6 +56,7 @@ class Admission:
     def join(self, request: Request) -> None:
         """What the request may share with others is worked out here, once, and not when its turn comes."""
         self._engine.memory.introduce(request.handle, _config(request))
+        request.joined = True
         insort(self._line, request, key=seniority)
 
     def admitted(self) -> Iterator[Request]:
@@ -97,8 +101,11 @@ class Admission:
 
 def _config(request: Request) -> OpenConfig:
     opened = request.open
+    sampling = opened.sampling
+    if sampling.grammar is not None:  # where its end is all that a grammar allows, no floor may stand in the way
+        sampling = msgspec.structs.replace(sampling, min_tokens=0)
     return OpenConfig(
-        sampling=opened.sampling,
+        sampling=sampling,
         prompt_ids=request.prompt_ids,
         max_total_tokens=request.max_total_tokens,
         media=opened.media,

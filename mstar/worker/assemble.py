@@ -5,8 +5,9 @@ Used by the worker process, by in-process runs and by tests; what differs betwee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mstar.communication.arena import Arena, ArenaReader
 from mstar.communication.bus import Bus
@@ -15,7 +16,7 @@ from mstar.communication.tensor_store import TensorStore
 from mstar.communication.transport import Transport
 from mstar.engine.engine import Engine
 from mstar.engine.engine_config import EngineConfig
-from mstar.engine.spec import NodeResourceSpec, PagedKVSpec
+from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, SamplerSpec
 from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.graph.runtime import PyGraphRuntime
@@ -23,6 +24,8 @@ from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock, PhaseTotals
 from mstar.worker.admission import Admission
 from mstar.worker.chunk_budget import StepLimits
+from mstar.worker.grammars.builds import Compiler, GrammarBuilds
+from mstar.worker.grammars.constrained_rows import ConstrainedRows
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
 from mstar.worker.micro_scheduler import MicroScheduler
@@ -73,8 +76,10 @@ def assemble_worker(
     settings: WorkerSettings,
     shared: Shared | None = None,
     clock: PhaseClock | None = None,
+    load_grammars: Callable[[int], Compiler] | None = None,
 ) -> tuple[Worker, WorkerParts]:
-    """A worker that hosts `nodes`, ready to run. The bus is connected by whoever owns it."""
+    """A worker that hosts `nodes`, ready to run. The bus is connected by whoever owns it. `load_grammars` makes what
+    compiles grammars for a vocabulary of that size, on a thread of its own, when the first one comes."""
     rank = settings.rank
     store = TensorStore(device=engine_config.device)
     rids = RidTable(settings.capacity - 1, first=1)
@@ -88,6 +93,7 @@ def assemble_worker(
     graph = PyGraphRuntime(compiled, rank, store, disable_spec_node_walks=chunked)
     preemption = Preemption(memory=engine.memory, graph=graph, requests=requests, rids=rids, max_rows=settings.max_rows)
     admission = Admission(engine, preemption)
+    constrained = _constrained_rows(engine, rids, specs, load_grammars)
     transport = Transport(
         rank=rank,
         incarnation=settings.incarnation,
@@ -137,6 +143,7 @@ def assemble_worker(
         rids=rids,
         requests=requests,
         admission=admission,
+        constrained=constrained,
         preemption=preemption,
         graph=graph,
         store=store,
@@ -172,6 +179,7 @@ def assemble_worker(
         walks=walks,
         scheduler=MicroScheduler(graph, engine, limits, policies, requests.order),
         admission=admission,
+        constrained=constrained,
         preemption=preemption,
         teardown=teardown,
         counters=StepCounters(gauges, totals.gauges, requests.prompt_computed, _caching_nodes(specs)),
@@ -179,6 +187,28 @@ def assemble_worker(
         age=StepAge(),
     )
     return Worker(parts, overlap=settings.overlap, clock=totals if clock is None else clock), parts
+
+
+def _constrained_rows(
+    engine: Engine,
+    rids: RidTable,
+    specs: Sequence[NodeResourceSpec],
+    load: Callable[[int], Compiler] | None,
+) -> ConstrainedRows:
+    """Grammars are about text: a worker whose nodes draw none leaves them to others. Tokens that a forward computes
+    with cannot wait for what is allowed."""
+    samplers = [
+        resource
+        for spec in specs
+        for resource in spec.resources
+        if isinstance(resource, SamplerSpec) and resource.samples_text
+    ]
+    if not samplers:
+        return ConstrainedRows(engine, rids, None, vocab_size=0)
+    vocab_size = max(sampler.vocab_size for sampler in samplers)
+    can_wait = not any(sampler.draws_in_forward for sampler in samplers)
+    builds = GrammarBuilds(partial(load, vocab_size)) if load is not None and can_wait else None
+    return ConstrainedRows(engine, rids, builds, vocab_size)
 
 
 def _caching_nodes(specs: Sequence[NodeResourceSpec]) -> frozenset[str]:

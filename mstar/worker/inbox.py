@@ -33,6 +33,7 @@ from mstar.communication.tensor_store import TensorStore
 from mstar.communication.transport import Transport
 from mstar.graph.protocol import Gate, GraphRuntime, Routed
 from mstar.worker.admission import Admission, RequestRefused
+from mstar.worker.grammars.constrained_rows import ConstrainedRows
 from mstar.worker.outbox import Outbox
 from mstar.worker.parking import Parking
 from mstar.worker.preemption import Preemption
@@ -53,6 +54,7 @@ class Inbox:
         rids: RidTable,
         requests: RequestTable,
         admission: Admission,
+        constrained: ConstrainedRows,
         preemption: Preemption,
         graph: GraphRuntime,
         store: TensorStore,
@@ -64,6 +66,7 @@ class Inbox:
         self._rids = rids
         self._requests = requests
         self._admission = admission
+        self._constrained = constrained
         self._preemption = preemption
         self._graph = graph
         self._store = store
@@ -115,6 +118,15 @@ class Inbox:
             case Shutdown():
                 self.closing = True
 
+    def take_grammars(self) -> None:
+        """Grammars have been compiled: who waited for one stands in line now, or fails."""
+        for request, refusal in self._constrained.answered():
+            with self._failing((request.rid,), "begin the request"):
+                if refusal is not None:
+                    raise refusal
+                self._admission.join(request)
+        self.enter()
+
     def enter(self) -> None:
         """Let waiting requests in that now fit."""
         for request in self._admission.admitted():
@@ -132,17 +144,17 @@ class Inbox:
     @contextmanager
     def _failing(self, rids: Iterable[str], deed: str) -> Iterator[None]:
         """What goes wrong in here fails these requests and nothing else; they stay until the front removes them."""
-        why, code = "", 500
+        why, code, field = "", 500, ""
         try:
             yield
         except RequestRefused as refused:
-            why, code = str(refused), refused.code
+            why, code, field = str(refused), refused.code, refused.field
         except Exception:
             why = f"the server could not {deed}"
             log.exception("%s", why)
         if why:
             for rid in dict.fromkeys(rids):
-                self._outbox.fail(rid, why, code)
+                self._outbox.fail(rid, why, code, field)
 
     def _begin(self, request: Request) -> None:
         """A request has its room: open it and start what it came with."""
@@ -175,6 +187,7 @@ class Inbox:
         request = Request(rid, handle=-1, open=opening, prompt_ids=prompt_ids, spans_workers=spans_workers)
         request.seniority = (opening.priority, opening.arrival, next(self._arrivals))
         self._admission.check(request)
+        self._constrained.check(request)
         try:
             request.handle = self._rids.intern(rid)
         except TableFull as full:
@@ -182,7 +195,8 @@ class Inbox:
                 f"this server holds {self._rids.capacity} requests already; try again later", 503
             ) from full
         self._requests.put(request)
-        self._admission.join(request)
+        if self._constrained.join(request):
+            self._admission.join(request)
         return request
 
     def _run(self, request: Request, start: StartWalk) -> None:
@@ -209,7 +223,9 @@ class Inbox:
         """First step of the one teardown path: gate the row, so that no new step takes it."""
         request = self._requests[handle]
         self._requests.removing[handle] = True
-        if not request.admitted:
+        if not request.joined:
+            self._constrained.withdraw(request)
+        elif not request.admitted:
             self._admission.withdraw(request)
         elif self._graph.knows(handle):
             self._graph.gate([handle], Gate.REMOVING, True)

@@ -56,9 +56,9 @@ class Outbox:
         self._row_of = np.zeros(capacity, np.int64)
         self._cold: list[Message] = []
 
-    def fail(self, rid: str, why: str, code: int) -> None:
+    def fail(self, rid: str, why: str, code: int, field: str = "") -> None:
         """Report a request that cannot go on; it is sent with the next flush."""
-        self._cold.append(Fail(rid=rid, message=why, code=code))
+        self._cold.append(Fail(rid=rid, message=why, code=code, field=field))
 
     def fail_handle(self, handle: int, why: str) -> None:
         self.fail(self._rids.rid(handle), why, 500)

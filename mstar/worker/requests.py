@@ -46,6 +46,8 @@ class Request:
     seniority: tuple[int, int, int] = (0, 0, 0)
     starts: list[StartWalk] = field(default_factory=list)
     partitions: dict[str, PartitionRun] = field(default_factory=dict)
+    joined: bool = False
+    """It stands in the line for room, or has left it; before, it waits for its grammar, or was refused."""
     admitted: bool = False
     """It has its room."""
     opened: bool = False

@@ -128,6 +128,11 @@ class WalkRunner:
                 self._stopping[request.handle] = set()
             self._stopping[request.handle].add(partition)
 
+    def stop_rows(self, node: str, rows: Sequence[int]) -> None:
+        """As `stop`, for rows whose text is over."""
+        for row in rows:
+            self.stop(self._requests[row], self._partition_of[node])
+
     def finish_rows(self, key: ReadyKey, rows: Sequence[int]) -> None:
         """The node has said that these rows' partition has produced what was asked.
 

@@ -21,6 +21,7 @@ from mstar.engine.submodule import StopDecision
 from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
 from mstar.profile.phases import PhaseClock
 from mstar.worker.admission import Admission
+from mstar.worker.grammars.constrained_rows import ConstrainedRows
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
 from mstar.worker.micro_scheduler import MicroScheduler
@@ -46,6 +47,7 @@ class WorkerParts:
     walks: WalkRunner
     scheduler: MicroScheduler
     admission: Admission
+    constrained: ConstrainedRows
     preemption: Preemption
     teardown: Teardown
     counters: StepCounters
@@ -92,6 +94,7 @@ class Worker:
         mark("preplan")
         if step is not None:
             self.submit(step, None)
+            self.draw(step)
             mark("submit")
             self.await_gpu(step, None)
             mark("await_gpu")
@@ -130,12 +133,15 @@ class Worker:
         if nxt is not None:
             self.submit(nxt, cur)
             mark("submit")
+        if cur is not None and not ended:
+            self.event_sync(cur, nxt)
+            mark("event_sync")
+            self.check_stop(cur)
+            mark("check_stop")
+        if nxt is not None and nxt.draws_later:
+            self.draw(nxt)
+            mark("check_stop")
         if cur is not None:
-            if not ended:
-                self.event_sync(cur, nxt)
-                mark("event_sync")
-                self.check_stop(cur)
-                mark("check_stop")
             self.route(cur, nxt)
             mark("route")
         self._cur = nxt
@@ -175,6 +181,8 @@ class Worker:
         if messages:
             self._parts.inbox.apply(messages)
             self._parts.outbox.flush_cold()
+        if self._parts.constrained.has_news:
+            self._parts.inbox.take_grammars()
 
     def compose(self, cur: Step | None) -> Step | None:
         """Rows that go on from `cur`, with fresh rows of the same node, or another node's turn."""
@@ -223,13 +231,20 @@ class Worker:
         return nxt
 
     def submit(self, step: Step, before: Step | None) -> None:
-        """Hand the step to the device; its transaction closes."""
+        """Hand the step to the device; its transaction closes. Where a row has a grammar, the draw waits until the
+        tokens before it are known."""
         step.submitted_ns = time.monotonic_ns()
         if before is None or before.state is StepState.DONE:
             self._parts.age.since_ns = step.submitted_ns
             self._parts.age.step = step
-        self._parts.engine.submit(step)
+        step.draws_later = self._parts.constrained.draws(step)
+        self._parts.engine.submit(step, draw_later=step.draws_later)
         self._parts.counters.submitted(step, before)
+
+    def draw(self, step: Step) -> None:
+        """The second half of a step whose draw has waited: no step before it is on the device any more."""
+        if step.draws_later:
+            self._parts.engine.draw(step, self._parts.constrained.allowed(step))
 
     def event_sync(self, cur: Step, behind: Step | None) -> None:
         """`cur` has ended on the device: its host rows are readable. `behind` was submitted meanwhile: the device is in
@@ -244,7 +259,9 @@ class Worker:
         self._parts.age.step = behind
 
     def check_stop(self, cur: Step) -> None:
-        """Which loops end, by host rows and by the front's wish."""
+        """Which loops end, by host rows, by the front's wish and where a text is over."""
+        if over := self._parts.constrained.accept(cur):
+            self._parts.walks.stop_rows(cur.node, over)
         self._stops = self._parts.engine.check_stop(cur)
         for part in cur.parts:
             wished = self._parts.walks.stopping(part.taken.key, part.taken.rows)
@@ -366,6 +383,7 @@ class Worker:
         if self._cur is not None and self._cur.event is not None:
             self._cur.event.wait()
         self._parts.engine.close_executor()
+        self._parts.constrained.close()
         self._parts.outbox.close()
 
     def _rest(self) -> None:
@@ -375,4 +393,6 @@ class Worker:
             return
         self._parts.counters.refresh(self._parts.age)
         self._parts.outbox.rest()
-        self._parts.bus.wait(self._parts.preemption.patience_s)
+        waits = (self._parts.preemption.patience_s, self._parts.constrained.wait_s)
+        timeout_s = min((wait for wait in waits if wait is not None), default=None)
+        self._parts.bus.wait(timeout_s, self._parts.constrained.wakeups)

@@ -29,6 +29,7 @@ from mstar.graph.program import CompiledGraph
 from mstar.model.base import Model, PreparedPrompt
 from mstar.platforms.executor import InlineExecutor, ThreadedExecutor
 from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
+from mstar.worker.grammars.builds import Compiler
 from mstar.worker.worker import Worker, WorkerParts
 
 BuildNode = Callable[[str], NodeSubmodule]
@@ -51,6 +52,7 @@ class Tuning:
     poison: bool = True
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of `EngineConfig`."""
+    load_grammars: Callable[[int], Compiler] | None = None
 
 
 class StepRecord(NamedTuple):
@@ -140,6 +142,7 @@ class Instance:
             engine_config=config,
             settings=settings,
             shared=shared,
+            load_grammars=tuning.load_grammars,
         )
         if tuning.capture_sizes:
             parts.engine.capture()
@@ -172,11 +175,11 @@ class Instance:
     def _record_steps(self, rank: int, engine: Engine) -> None:
         submit = engine.submit
 
-        def recording(step: Step) -> None:
+        def recording(step: Step, *, draw_later: bool = False) -> None:
             walks = tuple(part.taken.key.walk for part in step.parts)
             rows = tuple(step.handles.tolist())
             self.steps.append(StepRecord(rank, step.node, walks, rows, bool(step.spec_ids)))
-            submit(step)
+            submit(step, draw_later=draw_later)
 
         engine.submit = recording
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from support.instance import Instance, Result, Tuning
 from support.small_pages import SmallPages
-from support.tiny_llama import build_reference, save_checkpoint, variant
+from support.tiny_llama import Variant, build_reference, save_checkpoint, variant
 from transformers import LlamaForCausalLM
 
 from mstar.communication.messages import SamplingParams
@@ -20,8 +20,8 @@ from mstar.model.submodule_context import SubmoduleContext
 class TinyLlama:
     """`reference` is transformers' model of the weights that `build_node` loads anew at each call."""
 
-    def __init__(self, directory: Path, shape: str = "grouped_queries_tied", card: str = "llama") -> None:
-        self.reference: LlamaForCausalLM = build_reference(variant(shape))
+    def __init__(self, directory: Path, shape: str | Variant = "grouped_queries_tied", card: str = "llama") -> None:
+        self.reference: LlamaForCausalLM = build_reference(variant(shape) if isinstance(shape, str) else shape)
         self.card = find_card(card)
         self.checkpoint = resolve_checkpoint(str(save_checkpoint(self.reference, directory)), cache_dir=directory)
         self.setup = ModelSetup(self.checkpoint.config(), None, 128)

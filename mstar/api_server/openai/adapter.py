@@ -13,11 +13,14 @@ from pydantic import BaseModel, ValidationError
 
 from mstar.api_server.answer.reader import AnswerFormat
 from mstar.api_server.errors import bad_request, failure_of_validation
+from mstar.api_server.grammar.call_formats import CallableTool
+from mstar.api_server.grammar.formats import json_text
 from mstar.api_server.openai.chat_messages import chat_messages
-from mstar.api_server.openai.chat_schema import ChatRequest, ToolFields
+from mstar.api_server.openai.chat_schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool, ToolFields
 from mstar.api_server.openai.completion_schema import MAX_PROMPTS, CompletionRequest
 from mstar.api_server.openai.fields import GenerationFields
 from mstar.api_server.openai.prompts import prompt_inputs, vocabulary_id
+from mstar.api_server.openai.text_grammar import JSON_OBJECT, CallRules, FormWish, request_grammar
 from mstar.api_server.stop_strings import StopAutomaton
 from mstar.communication.messages import SamplingParams
 from mstar.conductor.events import RefusedError
@@ -76,8 +79,19 @@ def from_chat(body: ChatRequest, facts: ModelFacts, request_id: str, media: Sequ
         tools=tool_mappings(tools),
         template_variables=body.chat_template_kwargs or {},
     )
-    answer = _answer_format(tools, facts)
-    return text_request(body, facts, request_id, (prompt,), max_tokens, field, num_logprobs, answer, clamps=False)
+    return text_request(
+        body,
+        facts,
+        request_id,
+        (prompt,),
+        max_tokens,
+        field,
+        num_logprobs,
+        _answer_format(tools, facts),
+        clamps=False,
+        wishes=_response_format(body),
+        calls=_call_rules(body, tools),
+    )
 
 
 def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str) -> TextRequest:
@@ -101,14 +115,41 @@ def tool_mappings(tools: Sequence[ToolFields]) -> tuple[dict[str, Any], ...]:
 def _tools(body: ChatRequest, facts: ModelFacts) -> Sequence[ToolFields]:
     """What the model may call."""
     if not body.tools:
-        if body.tool_choice == "auto":
-            raise bad_request("tool_choice auto needs tools.", "tool_choice")
+        if body.tool_choice not in (None, "none"):
+            raise bad_request("tool_choice needs tools.", "tool_choice")
         return ()
     if body.tool_choice == "none":
         return ()
     if facts.output_format.tool_calls is None:
         raise bad_request("This model does not call tools; with tool_choice 'none' they are left out.", "tools")
     return body.tools
+
+
+def _call_rules(body: ChatRequest, tools: Sequence[ToolFields]) -> CallRules | None:
+    """What the tools ask of the text."""
+    if not tools:
+        return None
+    choice = body.tool_choice
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise bad_request(f"tool_choice names {choice.function.name!r}, which is none of tools.", "tool_choice")
+    callable_tools = tuple(
+        CallableTool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict)) for tool in tools
+    )
+    is_named = isinstance(choice, NamedTool)
+    only_one = is_named or body.parallel_tool_calls is False
+    return CallRules(callable_tools, is_named or choice == "required", only_one)
+
+
+def _response_format(body: ChatRequest) -> list[FormWish]:
+    match body.response_format:
+        case JsonObjectFormat():
+            return [FormWish("response_format", lambda: json_text(JSON_OBJECT))]
+        case JsonSchemaFormat(json_schema=wanted):
+            return [FormWish("response_format", lambda: json_text(wanted.schema_))]
+        case _:
+            return []
 
 
 def _answer_format(tools: Sequence[ToolFields], facts: ModelFacts) -> AnswerFormat | None:
@@ -140,9 +181,11 @@ def text_request(
     answer: AnswerFormat | None,
     *,
     clamps: bool,
+    wishes: Sequence[FormWish] = (),
+    calls: CallRules | None = None,
 ) -> TextRequest:
     """What all requests for text have in common. `max_tokens_field`: the field that `max_tokens` came in. `clamps`: the
-    client did not ask for `max_tokens`."""
+    client did not ask for `max_tokens`. `wishes`, `calls`: what else than the guided fields says what the text is."""
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options is only allowed when stream is true.", "stream_options")
     num_choices = body.n or 1
@@ -169,6 +212,7 @@ def text_request(
         num_logprobs=-1 if num_logprobs is None else num_logprobs,
         min_tokens=min_tokens,
         stop_token_ids=tuple(ends),
+        grammar=request_grammar(body, wishes, calls, facts.output_format.reasoning),
     )
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return TextRequest(

@@ -121,23 +121,13 @@ class ChatMessageFields(Schema):
     function_call: Unsupported = None
 
 
-def _refuse_strict(value: Any) -> Any:
-    if value is True:
-        raise ValueError("true is not served by this version, which does not constrain arguments; false is")
-    return value
-
-
 class FunctionFields(Schema):
     """`parameters`: a JSON schema of its arguments, an object."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]+$", max_length=MAX_FUNCTION_NAME_CHARS)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[
-        Literal[False] | None,
-        BeforeValidator(_refuse_strict),
-        Field(description="Only false: arguments are not constrained."),
-    ] = None
+    strict: Annotated[bool | None, Field(description="The arguments of every call are valid by `parameters`.")] = None
 
 
 class ToolFields(Schema):
@@ -147,17 +137,17 @@ class ToolFields(Schema):
     function: FunctionFields
 
 
-def _refuse_forced_calls(choice: Any) -> Any:
-    if choice == "required" or isinstance(choice, dict):
-        what = "required" if choice == "required" else "the choice of a tool"
-        raise ValueError(f"{what} is not served by this version; none and auto are")
-    return choice
+class FunctionName(Schema):
+    """Of one of the request's tools."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_FUNCTION_NAME_CHARS)]
 
 
-def _refuse_single_calls(value: Any) -> Any:
-    if value is False:
-        raise ValueError("false is not served by this version; true is")
-    return value
+class NamedTool(Schema):
+    """The answer is a call of this tool."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 def _refuse_reserved(variables: Any) -> Any:
@@ -198,10 +188,70 @@ Messages = Annotated[
 ]
 
 
+def _known_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") != "function":
+        raise ValueError("of the choices that are objects only one function, by its name, is served")
+    if not isinstance(choice, dict | None) and choice not in ("none", "auto", "required"):
+        raise ValueError("it must be none, auto, required or a function by its name")
+    return choice
+
+
+def _choice_tag(choice: Any) -> str:
+    return "a function" if isinstance(choice, dict | NamedTool) else "a word"
+
+
+ToolChoice = Annotated[
+    Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("a word")] | Annotated[NamedTool, Tag("a function")],
+        Discriminator(_choice_tag),
+    ]
+    | None,
+    BeforeValidator(_known_choice),
+    Field(description="required: nothing but calls; a function by its name: one call of it."),
+]
+FORMAT_TAGS = {"text": "any text", "json_object": "a JSON object", "json_schema": "JSON by a schema"}
+
+
 class TextFormat(Schema):
-    """The only response format that there is."""
+    """Any text."""
 
     type: Literal["text"]
+
+
+class JsonObjectFormat(Schema):
+    """A JSON object, whatever is in it."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Schema):
+    """`strict` may say what it likes: the schema always holds."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=MAX_FUNCTION_NAME_CHARS)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Schema):
+    """JSON that is valid by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+def _format_tag(form: Any) -> str:
+    """As `_part_tag`: what is no format is looked at as a text."""
+    kind = form.get("type") if isinstance(form, dict) else getattr(form, "type", None)
+    return FORMAT_TAGS.get(kind, "any text") if isinstance(kind, str) else "any text"
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("any text")]
+    | Annotated[JsonObjectFormat, Tag("a JSON object")]
+    | Annotated[JsonSchemaFormat, Tag("JSON by a schema")],
+    Discriminator(_format_tag),
+]
 
 
 class ChatRequest(GenerationFields):
@@ -211,11 +261,11 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1), FIRST] | None = None
     tools: Tools = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_refuse_forced_calls)] = None
-    parallel_tool_calls: Annotated[Literal[True] | None, BeforeValidator(_refuse_single_calls)] = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: Annotated[bool | None, Field(description="false: at most one call.")] = None
     chat_template_kwargs: TemplateVariables = None
     continue_final_message: Annotated[
         bool | None, Field(description="Go on with the last message, an assistant's, instead of answering it.")

@@ -22,6 +22,9 @@ MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 MAX_SALT_CHARS = 256
 MAX_BIAS = 100
+MAX_PATTERN_CHARS = 4096
+MAX_TEXT_CHOICES = 1024
+MAX_GRAMMAR_CHARS = 65536
 LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-9, 1e9
 """It scales logits by up to this much, and a temperature by 1e5 more: fp32, which ends at 3e38, holds that."""
 MAX_PAIRS = 64
@@ -63,7 +66,7 @@ class Schema(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
-        known = cls.model_fields
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         if not isinstance(value, dict) or len(value) <= len(known):
             return value
         kept = {name: value[name] for name in known if name in value}
@@ -105,6 +108,36 @@ class RequestFields(Schema):
     ] = None
 
 
+JsonSchema = Annotated[
+    dict[str, Any] | bool | str | None,
+    Field(description="The text is JSON that is valid by this schema, given as an object or as JSON text of it."),
+]
+Pattern = Annotated[
+    Annotated[str, Field(min_length=1, max_length=MAX_PATTERN_CHARS)] | None,
+    Field(description="The whole text matches this regular expression."),
+]
+Choices = Annotated[
+    Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXT_CHOICES), FIRST]
+    | None,
+    at_most(MAX_TEXT_CHOICES, "texts"),
+    Field(description="The text is one of these."),
+]
+GrammarText = Annotated[
+    Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)] | None,
+    Field(description="The text follows this grammar in EBNF; its first rule is `root ::= ...`."),
+]
+
+
+class StructuredOutputs(Schema):
+    """The guided fields under one name; one of them is set."""
+
+    json_: Annotated[JsonSchema, Field(alias="json")] = None
+    regex: Pattern = None
+    choice: Choices = None
+    grammar: GrammarText = None
+    json_object: bool | None = None
+
+
 class GenerationFields(RequestFields):
     """What chat and text completions have in common: sampling, lengths, stopping, streaming."""
 
@@ -142,7 +175,8 @@ class GenerationFields(RequestFields):
         Field(description="The model's own parameters; their schema is in /v1/models."),
     ] = None
 
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
+    guided_json: JsonSchema = None
+    guided_regex: Pattern = None
+    guided_choice: Choices = None
+    guided_grammar: GrammarText = None
+    structured_outputs: StructuredOutputs | None = None

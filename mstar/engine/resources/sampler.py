@@ -51,7 +51,7 @@ class Sampler(Resource[SamplerStep]):
         }
         self.vocab_size = spec.vocab_size
         self._stream = 0 if spec.samples_text else zlib.crc32(spec.key.encode())
-        self._samples_text = spec.samples_text
+        self.samples_text = spec.samples_text
         self.draws_in_forward = spec.draws_in_forward
         self._plan = SamplingPlan(np.empty(0, np.int64), np.empty(0, np.bool_))
         self.columns = SamplingColumns(capacity + 1, spec.vocab_size)
@@ -75,9 +75,9 @@ class Sampler(Resource[SamplerStep]):
         self._logprobs: Tensor | None = None
 
     def open(self, handle: int, config: OpenConfig) -> None:
-        params = config.sampling if self._samples_text else without_text(config.sampling)
+        params = config.sampling if self.samples_text else without_text(config.sampling)
         check_sampling(params, self.vocab_size)
-        if self._samples_text and config.prompt_ids is not None:
+        if self.samples_text and config.prompt_ids is not None:
             check_prompt(config.prompt_ids, self.vocab_size)
         self.columns.open(handle, params, self._stream)
         self._fresh.append(handle)

@@ -268,6 +268,10 @@ def call_with(arguments: str) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
+def strict_tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"enable_thinkin": False}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
@@ -275,15 +279,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"tools": None}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs"),
-    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "whether"}}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tools": [WEATHER], "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [WEATHER, {"type": "function", "function": {"name": "f g"}}]}, "tools[1].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    ({"tools": [strict_tool({"not": {}})]}, "tools"),
+    ({"tools": [strict_tool({"properties": {"a": {"type": "array", "uniqueItems": True}}})]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, "tools[0].function.parameters"),
     ({"messages": call_with("{")}, "messages[1].tool_calls[0].function.arguments"),
     ({"messages": call_with("[]")}, "messages[1].tool_calls[0].function.arguments"),
@@ -306,17 +312,13 @@ def test_their_legal_neighbours(qwen: RunningFront):
         {"chat_template_kwargs": {}},
         {"tools": [{"type": "function", "function": {"name": "f.g:h-1", "strict": False, "parameters": None}}]},
         {"tools": [WEATHER], "parallel_tool_calls": True},
+        {"tools": [WEATHER], "parallel_tool_calls": False},
+        {"tools": [WEATHER], "tool_choice": "required"},
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"tools": [strict_tool({"properties": {"a": {"type": "array"}}})]},
         {"messages": [*call_with(""), {"role": "tool", "content": "x", "tool_call_id": "c"}]},
     ):
         assert qwen.chat(max_tokens=2, **fields).status_code == 200, fields
-
-
-def test_forced_calls_are_said_to_be_not_served_yet(qwen: RunningFront):
-    error = qwen.chat(tools=[WEATHER], tool_choice="required").json()["error"]
-    assert "required" in error["message"] and "none and auto" in error["message"]
-    strict = {"type": "function", "function": {"name": "f", "strict": True}}
-    for fields in ({"tools": [strict]}, {"tools": [WEATHER], "parallel_tool_calls": False}):
-        assert "is not served by this version" in qwen.chat(**fields).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url"])

@@ -277,10 +277,10 @@ def test_an_assistant_message_can_be_continued(front: RunningFront):
 NOT_YET: list[tuple[str, Any, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}], []),
     ("tool_choice", "auto", "none"),
-    ("parallel_tool_calls", False, True),
+    ("parallel_tool_calls", 1, False),
     ("functions", [], None),
     ("function_call", "auto", None),
-    ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ("response_format", {"type": "grammar"}, {"type": "json_object"}),
     ("modalities", ["audio"], ["text"]),
     ("audio", {"voice": "alloy", "format": "wav"}, None),
     ("prediction", {"type": "content", "content": "x"}, None),
@@ -289,8 +289,11 @@ NOT_YET: list[tuple[str, Any, Any]] = [
     ("web_search_options", {}, None),
     ("service_tier", "flex", "auto"),
     ("store", True, False),
-    ("guided_json", {}, None),
-    ("guided_regex", "x", None),
+    ("guided_json", {"not": {}}, {}),
+    ("guided_regex", "", "x"),
+    ("guided_choice", [], ["x"]),
+    ("guided_grammar", 5, "root ::= [a-z]"),
+    ("structured_outputs", {"structural_tag": "{}"}, {"choice": ["x"]}),
 ]
 
 

@@ -48,8 +48,8 @@ def test_fields_are_documented_for_the_routes_that_take_them():
 
 
 def test_documented_names_are_no_refused_ones():
-    assert "guided_json" in CompletionRequest.model_fields
-    assert "guided_json" not in _supported(CompletionRequest)
+    assert "suffix" in CompletionRequest.model_fields
+    assert "suffix" not in _supported(CompletionRequest)
 
 
 def _fields_in(heading: str) -> set[str]:

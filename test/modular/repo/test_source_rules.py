@@ -17,6 +17,7 @@ MAY_CATCH_EVERYTHING: dict[str, str] = {
     "mstar/engine/node_hooks.py": "guards around a model's hooks: a row's hook fails its row, a batch's its step",
     "mstar/engine/resource_stages.py": "guards around a step's resources: what they raise fails the step's rows",
     "mstar/launch/child.py": "entry of every child process: logs why it ends",
+    "mstar/worker/grammars/builds.py": "per-job guard: a grammar that cannot be compiled fails those who asked for it",
     "mstar/platforms/executor.py": "what a step's work raises belongs to the step's owner, on another thread",
     "mstar/worker/inbox.py": "per-message guard: fails the request that the message named, keeps the rest of the queue",
 }

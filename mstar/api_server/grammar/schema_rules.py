@@ -1,0 +1,352 @@
+"""JSON schemas that text can be held to: rewritten into what the compiler of grammars takes exactly. Pure.
+
+What is made of the rewritten schema is valid by the client's own, though not everything that is valid can be made:
+properties keep their order, and where a schema allows others without saying what they are, there are none. A keyword
+that cannot be held to is refused, by its place in the schema.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mstar.api_server.grammar import patterns
+from mstar.api_server.grammar.schema_merging import MergeError, are_disjoint, merged
+
+MAX_DEPTH = 48
+MAX_NODES = 5000
+"""Schemas inside of one, those behind references included."""
+REFUSED = (
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
+)
+KEYWORDS = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
+    "object": (
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "unevaluatedProperties"),
+    ),
+}
+"""By what they say something about."""
+TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
+_KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+
+Schema = dict[str, Any]
+
+
+class SchemaError(ValueError):
+    """A schema that text cannot be held to; `path` is where in it, like `.properties.name`."""
+
+    def __init__(self, path: str, message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def enforceable(schema: Any) -> Schema:
+    """The schema, rewritten.
+
+    Raises:
+        SchemaError: it is no schema, or one that cannot be held to.
+    """
+    rewriting = _Rewriting(schema)
+    root = rewriting.schema(schema, "", 0)
+    return {**root, "$defs": rewriting.definitions} if rewriting.definitions else root
+
+
+class _Rewriting:
+    """One schema. `definitions`: what references lead to, by the names they have now."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._names: dict[str, str] = {}
+        self._num_left = MAX_NODES
+        self.definitions: dict[str, Schema] = {}
+
+    def schema(self, schema: Any, path: str, depth: int) -> Schema:
+        self._num_left -= 1
+        if depth > MAX_DEPTH or self._num_left < 0:
+            raise SchemaError(path, f"it is nested more than {MAX_DEPTH} deep, or has more than {MAX_NODES} parts")
+        if schema is True:
+            return {}
+        if schema is False:
+            raise SchemaError(path, "false allows nothing")
+        if not isinstance(schema, Mapping):
+            raise SchemaError(path, "a schema is an object, true or false")
+        for keyword in REFUSED:
+            if keyword in schema:
+                raise SchemaError(f"{path}.{keyword}", f"{keyword} cannot be enforced")
+        if "$ref" in schema:
+            return self._reference(schema, path, depth)
+        if "enum" in schema or "const" in schema:
+            return self._values(schema, path)
+        for union in ("allOf", "anyOf", "oneOf"):
+            if union in schema:
+                return self._combined(schema, union, path, depth)
+        return self._typed(schema, path, depth)
+
+    def _reference(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
+        if others := sorted(
+            set(schema).intersection((*_ASSERTING, "anyOf", "oneOf", "allOf", "enum", "const", "type"))
+        ):
+            raise SchemaError(f"{path}.{others[0]}", f"{others[0]} beside $ref cannot be enforced")
+        reference = schema["$ref"]
+        target = self._target(reference, path)
+        if reference not in self._names:
+            self._names[reference] = name = f"d{len(self._names)}"
+            self.definitions[name] = self.schema(target, f"{path}.$ref", depth + 1)
+        return {"$ref": f"#/$defs/{self._names[reference]}"}
+
+    def _target(self, reference: Any, path: str) -> Any:
+        """What a reference leads to in the end: not to another reference."""
+        seen: set[Any] = set()
+        while True:
+            if not isinstance(reference, str) or not reference.startswith("#"):
+                raise SchemaError(f"{path}.$ref", "a reference must lead into this schema: #/$defs/NAME")
+            if reference in seen:
+                raise SchemaError(f"{path}.$ref", "the reference leads to itself")
+            seen.add(reference)
+            found = self._root
+            for part in reference[1:].split("/")[1:]:
+                name = part.replace("~1", "/").replace("~0", "~")
+                found = found.get(name) if isinstance(found, Mapping) else None
+            if found is None:
+                raise SchemaError(f"{path}.$ref", f"the reference {reference[:80]!r} leads nowhere")
+            if not (isinstance(found, Mapping) and "$ref" in found):
+                return found
+            reference = found["$ref"]
+
+    def _resolved(self, schema: Any, path: str) -> Any:
+        """Without a reference at its top."""
+        if isinstance(schema, Mapping) and "$ref" in schema:
+            return self._target(schema["$ref"], path)
+        return schema
+
+    def _values(self, schema: Mapping[str, Any], path: str) -> Schema:
+        if others := sorted(set(schema).intersection((*_ASSERTING, "anyOf", "oneOf", "allOf"))):
+            raise SchemaError(f"{path}.{others[0]}", f"{others[0]} beside enum or const cannot be enforced")
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        if not isinstance(values, list):
+            raise SchemaError(f"{path}.enum", "it must be an array")
+        if "enum" in schema and "const" in schema:
+            values = [value for value in values if value == schema["const"]]
+        types = _types(schema, path)
+        values = [value for value in values if types is None or not _kinds(value).isdisjoint(types)]
+        if not values:
+            raise SchemaError(path, "no value of enum or const is of its type")
+        return {"enum": values}
+
+    def _combined(self, schema: Mapping[str, Any], union: str, path: str, depth: int) -> Schema:
+        """`union` takes the rest of the schema into its branches."""
+        branches = schema[union]
+        if not isinstance(branches, list) or not branches:
+            raise SchemaError(f"{path}.{union}", "it must be an array of schemas")
+        rest = {key: value for key, value in schema.items() if key != union and key in _MERGED}
+        try:
+            if union == "allOf":
+                if len(branches) == 1 and not rest:
+                    return self.schema(branches[0], f"{path}.allOf[0]", depth + 1)
+                whole = rest
+                for branch in branches:
+                    whole = merged(whole, self._resolved(branch, path))
+                return self.schema(whole, path, depth + 1)
+            if rest:
+                branches = [merged(rest, self._resolved(branch, path)) for branch in branches]
+        except MergeError as error:
+            raise SchemaError(f"{path}.{union}", f"{union} cannot be enforced here: {error}") from None
+        if union == "oneOf" and not are_disjoint([self._resolved(branch, path) for branch in branches], self._resolved):
+            raise SchemaError(
+                f"{path}.oneOf",
+                "oneOf cannot be enforced where a value may fit several branches; use anyOf, or give each branch a "
+                "required property with a const of its own",
+            )
+        options = [
+            self.schema(branch, f"{path}.{union}[{index}]", depth + 1)
+            for index, branch in enumerate(branches)
+            if branch is not False
+        ]
+        if not options:
+            raise SchemaError(f"{path}.{union}", "no branch allows anything")
+        return options[0] if len(options) == 1 else {"anyOf": options}
+
+    def _typed(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
+        types = _types(schema, path)
+        if types is None:
+            types = [kind for kind, keywords in KEYWORDS.items() if not set(keywords).isdisjoint(schema)]
+            if not types:
+                return {}
+        options = [self._of_type(kind, schema, path, depth) for kind in types]
+        return options[0] if len(options) == 1 else {"anyOf": options}
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
+        match kind:
+            case "string":
+                return {"type": kind, **_string_rules(schema, path)}
+            case "integer" | "number":
+                return {"type": kind, **_number_rules(kind, schema, path)}
+            case "array":
+                return {"type": kind, **self._array_rules(schema, path, depth)}
+            case "object":
+                return {"type": kind, **self._object_rules(schema, path, depth)}
+            case _:
+                return {"type": kind}
+
+    def _array_rules(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
+        least, most = _count(schema, "minItems", path), _count(schema, "maxItems", path)
+        if schema.get("uniqueItems") and (most is None or most > 1):
+            raise SchemaError(f"{path}.uniqueItems", "uniqueItems cannot be enforced")
+        rules: Schema = {}
+        prefix, items = schema.get("prefixItems"), schema.get("items")
+        if isinstance(items, list):  # as it was written before draft 2020-12
+            prefix, items = items, schema.get("additionalItems")
+        if prefix is not None:
+            if not isinstance(prefix, list):
+                raise SchemaError(f"{path}.prefixItems", "it must be an array of schemas")
+            rules["prefixItems"] = [
+                self.schema(item, f"{path}.prefixItems[{index}]", depth + 1) for index, item in enumerate(prefix)
+            ]
+        if items is False:
+            rules["items"] = False
+            if prefix is None:
+                rules["maxItems"] = 0
+        elif items is not None:
+            rules["items"] = self.schema(items, f"{path}.items", depth + 1)
+        if least:
+            rules["minItems"] = least
+        if most is not None:
+            rules["maxItems"] = most
+        return rules
+
+    def _object_rules(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
+        properties, required = schema.get("properties", {}), schema.get("required", [])
+        if not isinstance(properties, Mapping):
+            raise SchemaError(f"{path}.properties", "it must be an object")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise SchemaError(f"{path}.required", "it must be an array of names")
+        others = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+        if "patternProperties" in schema and ("properties" in schema or required):
+            raise SchemaError(f"{path}.patternProperties", "patternProperties beside properties cannot be enforced")
+        own = {name: value for name, value in properties.items() if value is not False or name in required}
+        for name in required:
+            if name not in own:
+                if others is False:
+                    raise SchemaError(f"{path}.required", f"{name[:80]!r} is required and not allowed")
+                own[name] = {} if others is None else others
+        rules: Schema = {}
+        if own:
+            rules["properties"] = {
+                name: self.schema(value, f"{path}.properties.{name}", depth + 1) for name, value in own.items()
+            }
+        elif "properties" in schema and others is None:
+            others = False
+        if required:
+            rules["required"] = list(dict.fromkeys(required))
+        if isinstance(others, bool):
+            rules["additionalProperties"] = others
+        elif others is not None:
+            rules["additionalProperties"] = self.schema(others, f"{path}.additionalProperties", depth + 1)
+        if "patternProperties" in schema:
+            rules["patternProperties"] = self._by_pattern(schema["patternProperties"], path, depth)
+            rules.setdefault("additionalProperties", False)
+        if "propertyNames" in schema:
+            names = self.schema(schema["propertyNames"], f"{path}.propertyNames", depth + 1)
+            if set(names) - {"type", "pattern", "enum"} or own:
+                raise SchemaError(f"{path}.propertyNames", "only a pattern, without properties, can be enforced")
+            rules["propertyNames"] = names
+        for keyword in ("minProperties", "maxProperties"):
+            if (count := _count(schema, keyword, path)) is not None:
+                rules[keyword] = count
+        return rules
+
+    def _by_pattern(self, schemas: Any, path: str, depth: int) -> Schema:
+        if not isinstance(schemas, Mapping) or len(schemas) != 1:
+            raise SchemaError(f"{path}.patternProperties", "only one pattern can be enforced")
+        for pattern in schemas:
+            if why := patterns.why_not_matched(pattern):
+                raise SchemaError(f"{path}.patternProperties", f"the pattern cannot be enforced: it {why}")
+        return {
+            patterns.compiled(pattern): self.schema(value, f"{path}.patternProperties.{pattern}", depth + 1)
+            for pattern, value in schemas.items()
+        }
+
+
+_ASSERTING = tuple(keyword for keywords in KEYWORDS.values() for keyword in keywords)
+_MERGED = frozenset((*_ASSERTING, "type", "anyOf", "oneOf", "allOf"))
+
+
+def _types(schema: Mapping[str, Any], path: str) -> list[str] | None:
+    declared = schema.get("type")
+    if declared is None:
+        return None
+    names = declared if isinstance(declared, list) else [declared]
+    if not names or any(name not in TYPES for name in names):
+        raise SchemaError(f"{path}.type", f"it must be one or some of {', '.join(TYPES)}")
+    return list(dict.fromkeys(names))
+
+
+def _kinds(value: Any) -> set[str]:
+    """Types that a JSON value is of."""
+    kind = _KIND_OF.get(type(value), "object")
+    kinds = {kind}
+    if kind == "integer":
+        kinds.add("number")
+    if kind == "number" and value == math.floor(value):
+        kinds.add("integer")
+    return kinds
+
+
+def _count(schema: Mapping[str, Any], keyword: str, path: str) -> int | None:
+    value = schema.get(keyword)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or not 0 <= value < 2**31:
+        raise SchemaError(f"{path}.{keyword}", "it must be a whole number, 0 or more")
+    return int(value)
+
+
+def _string_rules(schema: Mapping[str, Any], path: str) -> Schema:
+    least, most = _count(schema, "minLength", path), _count(schema, "maxLength", path)
+    pattern, form = schema.get("pattern"), schema.get("format")
+    if form in patterns.UNKNOWN_FORMATS:
+        raise SchemaError(f"{path}.format", f"the format {form} cannot be enforced")
+    known = form in patterns.FORMATS or form in patterns.COMPILED_FORMATS
+    if (pattern is not None) + known + bool(least or most is not None) > 1:
+        raise SchemaError(path, "of pattern, format and a length only one can be enforced")
+    if form in patterns.FORMATS:
+        return {"pattern": patterns.compiled(patterns.FORMATS[form])}
+    if known:
+        return {"format": form}
+    if pattern is not None:
+        if not isinstance(pattern, str) or not pattern:
+            raise SchemaError(f"{path}.pattern", "it must be a regular expression")
+        if why := patterns.why_not_matched(pattern):
+            raise SchemaError(f"{path}.pattern", f"the pattern cannot be enforced: it {why}")
+        return {"pattern": patterns.compiled(pattern)}
+    if least or most is not None:
+        if most is not None and (least or 0) > most:
+            raise SchemaError(f"{path}.maxLength", "it is less than minLength")
+        return {"pattern": patterns.of_length(least or 0, most)} if most != 0 else {"enum": [""]}
+    return {}
+
+
+def _number_rules(kind: str, schema: Mapping[str, Any], path: str) -> Schema:
+    rules: Schema = {}
+    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
+        if keyword not in schema:
+            continue
+        value = schema[keyword]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise SchemaError(f"{path}.{keyword}", "it must be a number")
+        if keyword == "multipleOf" and (kind != "integer" or value != int(value) or value <= 0):
+            raise SchemaError(f"{path}.multipleOf", "multipleOf can be enforced of integers, for whole numbers, only")
+        if kind == "integer" and value != int(value):
+            keyword, value = {
+                "minimum": ("minimum", math.ceil(value)),
+                "exclusiveMinimum": ("minimum", math.ceil(value)),
+                "maximum": ("maximum", math.floor(value)),
+                "exclusiveMaximum": ("maximum", math.floor(value)),
+            }[keyword]
+        rules[keyword] = int(value) if value == int(value) else value
+    return rules

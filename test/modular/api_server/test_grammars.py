@@ -1,0 +1,134 @@
+"""Which grammar a request asks for: schemas that can be enforced, tools, and the errors of those that cannot."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from support.constrained_texts import SCHEMAS
+
+from mstar.api_server.grammar import patterns
+from mstar.api_server.grammar.call_formats import CallableTool, calls, text_with_calls
+from mstar.api_server.grammar.schema_rules import SchemaError, enforceable
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not": ({"properties": {"a": {"not": {}}}}, ".properties.a.not"),
+    "if": ({"if": {}, "then": {}}, ".if"),
+    "unique": ({"items": {"type": "array", "uniqueItems": True}}, ".items.uniqueItems"),
+    "contains": ({"contains": {}}, ".contains"),
+    "overlapping oneOf": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ".oneOf"),
+    "oneOf with an optional const": (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"k": {"const": 1}}},
+                {"type": "object", "properties": {"k": {"const": 2}}},
+            ]
+        },
+        ".oneOf",
+    ),
+    "allOf that disagrees": ({"allOf": [{"minimum": 1}, {"minimum": 2}]}, ".allOf"),
+    "closed allOf": (
+        {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]},
+        ".allOf",
+    ),
+    "fractions": ({"type": "number", "multipleOf": 0.5}, ".multipleOf"),
+    "two rules of a string": ({"pattern": "^a+$", "maxLength": 3}, ""),
+    "escaped pattern": ({"pattern": '^"$'}, ".pattern"),
+    "anchored middle": ({"pattern": "a$|b"}, ".pattern"),
+    "unknown standard format": ({"format": "regex", "type": "string"}, ".format"),
+    "elsewhere": ({"$ref": "http://example.com/x"}, ".$ref"),
+    "nowhere": ({"$ref": "#/$defs/x"}, ".$ref"),
+    "itself": ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ".$ref"),
+    "beside a reference": ({"$defs": {"a": {}}, "items": {"$ref": "#/$defs/a", "minimum": 1}}, ".items.minimum"),
+    "required and forbidden": ({"required": ["a"], "additionalProperties": False}, ".required"),
+    "nothing": (False, ""),
+    "no schema": ([], ""),
+    "type": ({"type": "objekt"}, ".type"),
+    "enum of another type": ({"type": "string", "enum": [1]}, ""),
+    "negative": ({"type": "array", "minItems": -1}, ".minItems"),
+    "dependent": ({"dependentRequired": {"a": ["b"]}}, ".dependentRequired"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_enforced_is_named_by_its_place(name: str):
+    schema, path = REFUSED[name]
+    with pytest.raises(SchemaError) as raised:
+        enforceable(schema)
+    assert raised.value.path == path and str(raised.value)
+
+
+def test_endless_nesting_is_refused():
+    schema: dict[str, Any] = {}
+    for _ in range(200):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(SchemaError):
+        enforceable(schema)
+    wide = {"properties": {f"p{i}": {"properties": {f"q{j}": {} for j in range(100)}} for i in range(100)}}
+    with pytest.raises(SchemaError):
+        enforceable(wide)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_rewritten_schema_is_as_strict_and_stays_what_it_is(name: str):
+    once = enforceable(SCHEMAS[name])
+    json.dumps(once)
+    assert enforceable(once) == once
+
+
+PATTERNS = [
+    ("(ab+)?c", ["c", "abc", "abbc"]),
+    (r"v[0-9](\.[0-9]{1,2})?", ["v1", "v1.25"]),
+    (r"(?:x+)?[(?]\)?", ["(", "xx?)"]),
+    ("a?b", ["b"]),
+    ("(a|b)??", ["a"]),
+    (r"\(a\)?", ["(a", "(a)"]),
+]
+
+
+@pytest.mark.parametrize(("pattern", "words"), PATTERNS)
+def test_a_pattern_written_for_the_compiler_means_the_same(pattern: str, words: list[str]):
+    written = patterns.compiled(pattern)
+    for word in [*words, "", "b", "v12", "x", "(", ")", "ac", "bc"]:
+        assert bool(re.fullmatch(pattern, word)) == bool(re.fullmatch(written, word)), (written, word)
+
+
+def test_formats_are_patterns_of_valid_values():
+    good = {
+        "date": "2024-02-28",
+        "time": "23:59:59.5+02:00",
+        "date-time": "1999-12-31T00:00:00Z",
+        "ipv4": "0.10.99.255",
+    }
+    bad = {"date": "2024-02-30", "time": "24:00:00Z", "date-time": "1999-12-31 00:00:00Z", "ipv4": "01.2.3.4"}
+    for name in good:
+        assert re.match(patterns.FORMATS[name], good[name]) and not re.match(patterns.FORMATS[name], bad[name])
+
+
+def tool(name: str = "f", *, strict: bool = False, **properties: Any) -> CallableTool:
+    return CallableTool(name, {"type": "object", "properties": properties, "required": list(properties)[:1]}, strict)
+
+
+def test_calls_take_the_parameters_of_the_tool():
+    form = calls([tool(a={"type": "string"}, b={"type": "integer"})], most="one")
+    assert form["begin"] == "<tool_call>\n<function=f>\n" and form["end"] == "</function>\n</tool_call>"
+    a, b = form["content"]["elements"]
+    assert (a["begin"], a["content"], a["end"]) == ("<parameter=a>\n", {"type": "any_text"}, "</parameter>\n")
+    assert b["type"] == "optional" and b["content"]["content"]["json_schema"] == {"type": "integer"}
+    assert calls([tool()], most="one") == {
+        "type": "const_string",
+        "value": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    }
+    assert [one["begin"] for one in calls([tool("f", a={}), tool("g", a={})], most="any")["tags"]] == [
+        "<tool_call>\n<function=f>\n",
+        "<tool_call>\n<function=g>\n",
+    ]
+    assert text_with_calls([tool(a={})], most="one")["stop_after_first"] is True
+
+
+def test_what_cannot_be_enforced_of_a_tool_is_refused_only_where_it_is_strict():
+    odd = {"type": "array", "uniqueItems": True}
+    form = calls([tool(a=odd)], most="one")
+    assert form["content"]["content"]["json_schema"] == {"type": "array"}
+    with pytest.raises(SchemaError, match="strict"):
+        calls([tool(strict=True, a=odd)], most="one")
