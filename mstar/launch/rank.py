@@ -18,7 +18,15 @@ from mstar.engine.submodule import NodeSubmodule
 from mstar.graph.program import CompiledGraph
 from mstar.kernels.selection import select_kernels
 from mstar.launch.deployment import Deployment
-from mstar.launch.machine import device_executor, engine_config, step_patches, step_tokens, torch_device, torch_dtype, torch_threads
+from mstar.launch.machine import (
+    device_executor,
+    engine_config,
+    step_patches,
+    step_tokens,
+    torch_device,
+    torch_dtype,
+    torch_threads,
+)
 from mstar.model.base import Model
 from mstar.model.loader.progress import LoadProgress
 from mstar.model.loader.weights import num_parameters
