@@ -31,14 +31,14 @@ def test_outputs_equal_the_reference(composite: Composite, placement: str, devic
     engine = instance.parts[PLACEMENTS[placement][LLM]].engine
     submit, cut, carried = engine.submit, [], []
 
-    def note(step: Step) -> None:
+    def note(step: Step, **how: bool) -> None:
         if step.node == LLM:
             assert step.spans.sum() <= budget + sum(
                 p.end - p.begin for p in step.parts if p.taken.key.walk != "prefill"
             )
             cut.append(step.unfinished is not None)
             carried.append(bool(step.carried))
-        submit(step)
+        submit(step, **how)
 
     engine.submit = note
     for index, request in enumerate(REQUESTS):

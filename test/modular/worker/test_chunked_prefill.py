@@ -50,9 +50,9 @@ class Watched:
         engine = instance.parts[0].engine
         submit, abandon = engine.submit, engine.abandon
 
-        def note_submit(step: Step) -> None:
+        def note_submit(step: Step, **how: bool) -> None:
             self.submitted.append(step)
-            submit(step)
+            submit(step, **how)
 
         def note_abandon(step: Step) -> None:
             self.abandoned.append(step)
