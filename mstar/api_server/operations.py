@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from mstar import __version__
+from mstar.api_server.answer_schemas import AbortAnswer, StatusAnswer, VersionAnswer
 from mstar.api_server.front_state import front_of
 from mstar.api_server.metrics import render
 from mstar.api_server.openapi import describe
@@ -21,12 +22,12 @@ from mstar.conductor.events import Failure, RefusedError
 router = APIRouter()
 
 
-@router.get("/live", **describe(None, "200 while the process answers"))
+@router.get("/live", **describe(None, "200 while the process answers", answer=StatusAnswer))
 async def live() -> Response:
     return _status(200, "alive")
 
 
-@router.get("/ready", **describe(None, "200 when requests are taken on"))
+@router.get("/ready", **describe(None, "200 when requests are taken on", answer=StatusAnswer, answered_as=503))
 async def ready(request: Request) -> Response:
     handle = front_of(request).handle
     if handle.is_draining:
@@ -35,13 +36,15 @@ async def ready(request: Request) -> Response:
     return _status(200, "ready") if reason is None else _status(503, reason)
 
 
-@router.get("/health", **describe(None, "200 while every worker is well, busy or not"))
+@router.get(
+    "/health", **describe(None, "200 while every worker is well, busy or not", answer=StatusAnswer, answered_as=503)
+)
 async def health(request: Request) -> Response:
     reason = front_of(request).handle.why_not_ready()
     return _status(200, "healthy") if reason is None else _status(503, reason)
 
 
-@router.get("/version", **describe(None, "Version of the server"))
+@router.get("/version", **describe(None, "Version of the server", answer=VersionAnswer))
 async def version() -> Response:
     return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
@@ -63,7 +66,7 @@ async def trace(request: Request, seconds: Annotated[float, Query(gt=0, le=3600)
     return Response(body, media_type="application/json")
 
 
-@router.delete("/v1/requests/{request_id}", **describe(None, "Abort a running request"))
+@router.delete("/v1/requests/{request_id}", **describe(None, "Abort a running request", answer=AbortAnswer))
 async def abort_request(request: Request, request_id: str) -> Response:
     """`request_id`: the response's id, or its x-request-id, which may name several requests: all are aborted."""
     front = front_of(request)

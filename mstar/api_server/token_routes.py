@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from mstar.api_server.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.errors import bad_request
 from mstar.api_server.front_state import front_of
@@ -42,7 +43,7 @@ class DetokenizeRequest(Schema):
     tokens: Annotated[list[TokenId], FIRST]
 
 
-@router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a prompt"))
+@router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a prompt", answer=TokenizeAnswer))
 async def tokenize(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, TokenizeRequest)
@@ -71,7 +72,7 @@ async def tokenize(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
-@router.post("/detokenize", **describe(DetokenizeRequest, "Text of token ids"))
+@router.post("/detokenize", **describe(DetokenizeRequest, "Text of token ids", answer=DetokenizeAnswer))
 async def detokenize(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, DetokenizeRequest)

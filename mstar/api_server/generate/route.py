@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from mstar.api_server.answer_schemas import GenerateAnswer
 from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.front_state import front_of, new_id, only_if_answered, request_id_of
 from mstar.api_server.generate.request import from_generate
@@ -12,12 +13,15 @@ from mstar.api_server.generate.run import GenerateRun, GenerateStream
 from mstar.api_server.generate.schema import GenerateBody
 from mstar.api_server.json_body import read_json
 from mstar.api_server.openai.chat_messages import chat_media
-from mstar.api_server.openapi import describe
+from mstar.api_server.openapi import EVENTS, describe
 
 router = APIRouter(dependencies=[Depends(only_if_answered)])
 
 
-@router.post("/generate", **describe(GenerateBody, "What the model emits, as typed events", text="text/event-stream"))
+@router.post(
+    "/generate",
+    **describe(GenerateBody, "What the model emits, as typed events", answer=GenerateAnswer, text=EVENTS),
+)
 async def generate(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, GenerateBody)

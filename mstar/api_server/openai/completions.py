@@ -7,6 +7,7 @@ import time
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from mstar.api_server.answer_schemas import ChatAnswer, CompletionAnswer
 from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.front_state import FrontState, front_of, new_id, only_if_answered, request_id_of
 from mstar.api_server.json_body import read_json
@@ -16,18 +17,24 @@ from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
 from mstar.api_server.openai.shapes import ChatShape, CompletionShape, ResponseShape
 from mstar.api_server.openai.text_run import TextRun, TextStreamResponse
-from mstar.api_server.openapi import describe
+from mstar.api_server.openapi import EVENTS, describe
 
 router = APIRouter(dependencies=[Depends(only_if_answered)])
 
 
-@router.post("/v1/chat/completions", **describe(ChatRequest, "Answer a conversation", text="text/event-stream"))
+@router.post(
+    "/v1/chat/completions",
+    **describe(ChatRequest, "Answer a conversation", answer=ChatAnswer, text=EVENTS),
+)
 async def chat_completions(request: Request) -> Response:
     front = front_of(request)
     return await _answer(request, front, await _asked_of_chat(request, front), ChatShape, "chatcmpl-")
 
 
-@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", text="text/event-stream"))
+@router.post(
+    "/v1/completions",
+    **describe(CompletionRequest, "Continue a text", answer=CompletionAnswer, text=EVENTS),
+)
 async def completions(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, CompletionRequest)

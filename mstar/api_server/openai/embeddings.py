@@ -9,6 +9,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from mstar.api_server.answer_schemas import EmbeddingAnswer
 from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.errors import bad_request
 from mstar.api_server.front_state import front_of, only_if_answered, request_id_of
@@ -26,7 +27,7 @@ router = APIRouter(dependencies=[Depends(only_if_answered)])
 NOT_FINITE = Failure(500, "internal_error", "The model's embedding has numbers that are not finite.")
 
 
-@router.post("/v1/embeddings", **describe(EmbeddingRequest, "Embed texts"))
+@router.post("/v1/embeddings", **describe(EmbeddingRequest, "Embed texts", answer=EmbeddingAnswer))
 async def embeddings(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, EmbeddingRequest)

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from mstar.api_server.answer_schemas import ModelAnswer, ModelsAnswer
 from mstar.api_server.front_state import FrontState, front_of
 from mstar.api_server.openapi import describe
 
@@ -16,14 +17,14 @@ _OF_THE_CODE = ("title", "description")
 """Of a schema: its class's name and docstring, which are for readers of the code."""
 
 
-@router.get("/v1/models", **describe(None, "List the served models"))
+@router.get("/v1/models", **describe(None, "List the served models", answer=ModelsAnswer))
 async def list_models(request: Request) -> Response:
     front = front_of(request)
     body = {"object": "list", "data": [_entry(front, name) for name in front.served_names]}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
-@router.get("/v1/models/{model_id:path}", **describe(None, "Describe a model"))
+@router.get("/v1/models/{model_id:path}", **describe(None, "Describe a model", answer=ModelAnswer))
 async def get_model(request: Request, model_id: str) -> Response:
     front = front_of(request)
     front.check_model(model_id)

@@ -10,16 +10,17 @@ from mstar.api_server.front_state import FrontState, front_of, only_if_answered,
 from mstar.api_server.json_body import read_json
 from mstar.api_server.openai.adapter import from_chat
 from mstar.api_server.openai.chat_messages import chat_media
+from mstar.api_server.openai.responses.answer_schema import ResponseAnswer
 from mstar.api_server.openai.responses.chat import ChatOfResponse, chat_of
 from mstar.api_server.openai.responses.run import ResponseRun, ResponseStream
 from mstar.api_server.openai.responses.schema import ResponseRequest
-from mstar.api_server.openapi import describe
+from mstar.api_server.openapi import EVENTS, describe
 from mstar.conductor.events import RefusedError
 
 router = APIRouter(dependencies=[Depends(only_if_answered)])
 
 
-@router.post("/v1/responses", **describe(ResponseRequest, "Respond to items", text="text/event-stream"))
+@router.post("/v1/responses", **describe(ResponseRequest, "Respond to items", answer=ResponseAnswer, text=EVENTS))
 async def responses(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, ResponseRequest)
