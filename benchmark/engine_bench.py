@@ -120,6 +120,7 @@ def main(
             _ready(f"{model} at {server.url}", hold=hold and not wanted)
             for shape in over_http:
                 row = measure(server, shape, vocab_size, repeats)
+                row["server"] = [each for each in overrides or () if each.startswith("server.")]
                 result["rows"].append(row)
                 print(_line(row), flush=True)
     if append:

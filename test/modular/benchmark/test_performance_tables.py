@@ -12,7 +12,15 @@ PAGE_TEXT = """Speed
 
 After.
 """
-ROW = {"via": "engine", "sampling": "greedy", "inlen": 8, "outlen": 4, "itl_ms": 1.234, "ttft_ms": 5.06}
+ROW = {
+    "via": "engine",
+    "sampling": "greedy",
+    "inlen": 8,
+    "outlen": 4,
+    "itl_ms": 1.234,
+    "ttft_ms": 5.06,
+    "last_ttft_ms": 40.4,
+}
 
 
 def spread(value):
@@ -53,9 +61,11 @@ def test_without_a_peer_there_is_no_column_for_it(tmp_path):
 
 def test_other_ways_beside_the_plain_one(tmp_path):
     rows = [row("decode", 64, 1000.0), row("decode", 64, 800.0, sampling="t"), row("decode", 64, 925.0, via="http")]
+    rows.append(row("decode", 64, 925.0, via="http", server=["server.x=2"]))
     assert cells(tmp_path, "ways", rows) == [
-        ["64", "t", "800", "790 to 810", "80.0%", "1.23"],
-        ["64", "greedy, over HTTP", "925", "915 to 935", "92.5%", "1.23"],
+        ["64", "t", "800", "790 to 810", "80.0%", "1.23", "40"],
+        ["64", "greedy, over HTTP", "925", "915 to 935", "92.5%", "1.23", "40"],
+        ["64", "greedy, over HTTP, ``server.x=2``", "925", "915 to 935", "92.5%", "1.23", "40"],
     ]
 
 
