@@ -68,7 +68,7 @@ SOCKET_DIR = Knob(
     default="the temporary directory",
     meaning="Where an instance keeps its sockets. A path too long for a UNIX socket is replaced by a hashed private "
     "directory under the system's temporary directory.",
-    reader="mstar.launch",
+    reader="mstar.cli, mstar.launch",
     parse=_path,
     fallback=lambda: Path(tempfile.gettempdir()),
 )
