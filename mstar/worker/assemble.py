@@ -166,6 +166,11 @@ def assemble_worker(
             "mstar_held_requests": float(len(preemption.waiting) - preemption.waiting.num_preempted),
             "mstar_preempted_requests": float(preemption.waiting.num_preempted),
             "mstar_tensors": float(store.num_live),
+        }
+
+    def sums() -> dict[str, float]:
+        return {
+            **totals.gauges(),
             'mstar_transport_bytes_total{path="messages"}': float(bus.counters.num_bytes_sent),
             'mstar_transport_bytes_total{path="tensors"}': float(transport.num_bytes_sent),
         }
@@ -182,7 +187,7 @@ def assemble_worker(
         constrained=constrained,
         preemption=preemption,
         teardown=teardown,
-        counters=StepCounters(gauges, totals.gauges, requests.prompt_computed, _caching_nodes(specs)),
+        counters=StepCounters(gauges, sums, requests.prompt_computed, _caching_nodes(specs)),
         step_log=step_log,
         age=StepAge(),
     )

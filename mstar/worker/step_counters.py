@@ -30,17 +30,18 @@ class StepCounters:
     def __init__(
         self,
         gauges: Callable[[], Mapping[str, float]],
-        stage_times: Callable[[], Mapping[str, float]],
+        sums: Callable[[], Mapping[str, float]],
         prompt_computed: np.ndarray,
         caching_nodes: frozenset[str],
     ) -> None:
-        """`gauges`: what is held now. `stage_times`: where the loop's time went. `prompt_computed` int32 [handles]: how
-        much of each prompt has been computed; written here, emptied by who gives handles out. `caching_nodes`: those
-        with a cache, whose steps compute prompts; what other nodes call tokens does not count."""
+        """`gauges`: what is held now. `sums`: over the worker's life, where the loop's time went and what was sent.
+        `prompt_computed` int32 [handles]: how much of each prompt has been computed; written here, emptied by who
+        gives handles out. `caching_nodes`: those with a cache, whose steps compute prompts; what other nodes call
+        tokens does not count."""
         self._caching_nodes = caching_nodes
         self._prompt_computed = prompt_computed
         self._gauges = gauges
-        self._stage_times = stage_times
+        self._sums = sums
         self._steps_by_rows = [0] * (len(ROW_BOUNDS) + 1)
         self._num_rows = 0
         self._by_node: dict[ReadyKey, list[int]] = {}
@@ -94,7 +95,7 @@ class StepCounters:
         self._refreshed_ns = time.monotonic_ns()
         age.gauges = {
             **self._gauges(),
-            **self._stage_times(),
+            **self._sums(),
             **self._row_histogram(),
             **self.activity(),
             "mstar_prefill_tokens_computed_total": float(self.num_prefill_tokens),
