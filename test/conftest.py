@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-    os.environ[_name] = str(min(2, int(os.environ.get(_name) or 2)))
+    os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that would download has to say so
 if not Path("/dev/nvidiactl").exists():  # before Triton is imported: without a device its kernels are interpreted
@@ -21,9 +21,10 @@ settings.register_profile("full", deadline=None, max_examples=1000, suppress_hea
 settings.load_profile("full" if os.environ.get("MSTAR_TEST_FULL") else "quick")
 
 
-@pytest.fixture(autouse=True)
-def _pinned_torch_threads() -> None:
-    """No test leaves another number of threads behind, and none loads torch only to say so."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tensors of most tests are tiny: a second thread only adds waits for it, long ones on a busy machine. Tests of
+    whole checkpoints are marked. None loads torch only to say so, and none leaves another number behind."""
     torch = sys.modules.get("torch")
-    if torch is not None and torch.get_num_threads() > 2:
-        torch.set_num_threads(2)
+    if torch is not None:
+        torch.set_num_threads(2 if item.get_closest_marker("both_cores") else 1)

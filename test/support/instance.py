@@ -9,8 +9,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from support.front_books import GREEDY, FrontBooks, Result
 from support.late_executor import LateExecutor
 
@@ -132,7 +134,9 @@ class Instance:
         shared = None
         if len(self._incarnations) > 1:
             shared = Shared(Arena(self.name, rank, incarnation), ArenaReader(self.name))
-        executor = LateExecutor() if tuning.late else ThreadedExecutor() if tuning.threaded else InlineExecutor()
+        threads = torch.get_num_threads()  # a new thread would take the environment's number
+        threaded = partial(ThreadedExecutor, prepare=partial(torch.set_num_threads, threads))
+        executor = LateExecutor() if tuning.late else threaded() if tuning.threaded else InlineExecutor()
         worker, parts = assemble_worker(
             compiled=self.compiled,
             nodes=nodes,

@@ -87,7 +87,13 @@ class ServedQwen:
     @contextmanager
     def serving(self, log: Path, *settings: str, config: str = "qwen3_5", dtype: str = "float32") -> Iterator[Server]:
         """`settings`: of the deployment, as `--set` takes them."""
-        given = (f"checkpoint={self.checkpoint}", f"dtype={dtype}", f"max_seq_len={MAX_SEQ_LEN}", *settings)
+        given = (
+            f"checkpoint={self.checkpoint}",
+            f"dtype={dtype}",
+            f"max_seq_len={MAX_SEQ_LEN}",
+            "num_threads=1",
+            *settings,
+        )
         arguments = [config, *(word for setting in given for word in ("--set", setting))]
         with running(arguments, log) as server:
             yield server

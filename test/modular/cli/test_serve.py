@@ -39,7 +39,7 @@ def target(request, checkpoint, weights, tmp_path) -> Path:
 
 def test_a_bare_checkpoint_is_served(target: Path, weights, tmp_path):
     """As `llama` and as itself; the same weights in either form give the same text as transformers."""
-    with running([str(target), "--set", "dtype=float32"], tmp_path / "log") as server:
+    with running([str(target), "--set", "dtype=float32", "--set", "num_threads=1"], tmp_path / "log") as server:
         said = server.log.read_text()
         names = [model["id"] for model in server.client.get("/v1/models").json()["data"]]
         assert names == ["llama", str(target)]

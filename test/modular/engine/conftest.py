@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from mstar.kernels import ops
 
@@ -14,15 +13,6 @@ def _torch_kernels() -> Iterator[None]:
     ops.use_kernels(None)
     yield
     ops.use_kernels(None)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tensors here are tiny: a second thread only adds waits for it, long ones on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["torch", "native"])

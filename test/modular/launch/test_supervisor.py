@@ -36,7 +36,9 @@ def test_long_service_is_forgiven_and_short_service_is_not():
 def test_a_worker_lost_while_the_server_drains_fails_its_requests_at_once(tmp_path):
     checkpoint = write_slow_llama(tmp_path / "slow", forward_delay_s=0.05)
     config = tmp_path / "slow.yaml"
-    config.write_text(json.dumps({"model": CARD_NAME, "checkpoint": str(checkpoint), "dtype": "float32"}))
+    config.write_text(
+        json.dumps({"model": CARD_NAME, "checkpoint": str(checkpoint), "dtype": "float32", "num_threads": 1})
+    )
     overrides = ("server.watchdog_s=30", "server.drain_timeout_s=40", "capture.enabled=false")
     arguments = [str(config), *(word for override in overrides for word in ("--set", override))]
     with running(arguments, tmp_path / "log") as server:

@@ -122,6 +122,7 @@ def language() -> Smollm2:
 
 @pytest.mark.network
 @torch.no_grad()
+@pytest.mark.both_cores
 def test_what_one_request_gets_alone_is_what_transformers_says(language: Smollm2):
     """The grid's expectation is worth something."""
     greedy = [index for index, case in enumerate(language.cases) if case.draw is None][:2]
@@ -134,6 +135,7 @@ def test_what_one_request_gets_alone_is_what_transformers_says(language: Smollm2
 
 
 @pytest.mark.network
+@pytest.mark.both_cores
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 @torch.no_grad()
 def test_smollm2(language: Smollm2, cell: Cell):

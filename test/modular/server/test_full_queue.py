@@ -30,6 +30,7 @@ def _started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
                 "model": CARD_NAME,
                 "checkpoint": str(checkpoint),
                 "dtype": "float32",
+                "num_threads": 1,
                 "scheduler": {"max_rows": MAX_ROWS, "max_queue": MAX_QUEUE},
                 "resources": {"kv": {"num_pages": 64}},
                 "capture": {"enabled": False},

@@ -11,7 +11,7 @@ from support.server import Server, running
 from support.smollm2_reference import Smollm2Reference
 from support.token_parity import TokenCase, assert_equal_tokens
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.both_cores]
 NUM_PROMPTS = 30
 NUM_TOKENS = 64
 QUESTIONS = ("What is the capital of France?", "What is 2 + 2?", "Say hello.", "Name one colour.", "Is water wet?")

@@ -32,7 +32,9 @@ def checkpoint(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def config(checkpoint) -> list[str]:
     path = checkpoint.parent / "slow.yaml"
-    path.write_text(json.dumps({"model": CARD_NAME, "checkpoint": str(checkpoint), "dtype": "float32"}))
+    path.write_text(
+        json.dumps({"model": CARD_NAME, "checkpoint": str(checkpoint), "dtype": "float32", "num_threads": 1})
+    )
     return [str(path), *FAST]
 
 

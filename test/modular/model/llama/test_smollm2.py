@@ -18,6 +18,7 @@ from mstar.model.loader.weights import iter_weights
 from mstar.model.registry import build_model, build_submodule, card_for_config, find_card
 from mstar.model.submodule_context import SubmoduleContext
 
+pytestmark = pytest.mark.both_cores
 QUESTIONS = ("What is the capital of France?", "Name three colours.")
 MAX_TOKENS = 14
 

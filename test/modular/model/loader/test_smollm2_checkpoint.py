@@ -16,7 +16,7 @@ from mstar.model.loader.tokenizer_files import TokenizerFiles, load_tokenizer, r
 from mstar.model.loader.tokenizer_writing import write_tokenizer
 from mstar.model.loader.weights import iter_weights
 
-pytestmark = pytest.mark.network
+pytestmark = [pytest.mark.network, pytest.mark.both_cores]
 
 # Ids of TEXTS by llama.cpp's own tokenizer (its server's /tokenize with parse_special) on this file.
 LLAMA_CPP_IDS = [
