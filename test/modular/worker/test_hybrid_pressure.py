@@ -13,10 +13,12 @@ from support.tiny_hybrid import TinyHybrid, hybrid_spec
 from support.tiny_serving import TinyLlama
 
 from mstar.communication.messages import SamplingParams
+from mstar.engine.chunking import ChunkingPolicy
 from mstar.engine.resources.paged_kv import PagedKV
 from mstar.engine.spec import NodeResourceSpec
 from mstar.engine.submodule import EngineInputs, NodeOutputs
 from mstar.model.base import PromptRequest
+from mstar.model.llama.model import EMBED
 
 TUNINGS = {
     "plain": Tuning(overlap=False),
@@ -31,6 +33,9 @@ class HybridNode(TinyHybrid):
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         return {"token": super().forward_batched(graph_walk, inputs)["token"]}
+
+    def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
+        return None if graph_walk == EMBED else super().get_chunking_policy(graph_walk)
 
 
 class HybridModel:
