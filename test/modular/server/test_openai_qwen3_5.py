@@ -1,5 +1,6 @@
 """The official client, unmodified, against a running server of a tiny Qwen3.5 with its vision tower, random weights."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,70 @@ def test_n_seed_logprobs_and_stop(client: openai.OpenAI):
     stop = plain[len(plain) // 2 :][:3]
     cut = client.chat.completions.create(**asked, temperature=0, stop=stop).choices[0]
     assert cut.finish_reason == "stop" and cut.message.content == plain[: plain.index(stop)]
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 99}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "hotels")
+]
+
+
+def checked_call(name: str, arguments: str) -> None:
+    values = json.loads(arguments)
+    assert name in ("weather", "hotels") and values.keys() == {"city", "days"}
+    assert values["city"] in ("Paris", "Rome") and isinstance(values["days"], int)
+
+
+def test_calls_can_be_required_whole_and_streamed(client: openai.OpenAI):
+    """Random weights would never call anything by themselves."""
+    asked: Any = {"model": NAME, "messages": QUESTION, "tools": TOOLS, "max_tokens": 400, "extra_body": NO_THOUGHT}
+    required = client.chat.completions.create(
+        **asked, tool_choice="required", parallel_tool_calls=False, seed=2, temperature=1
+    )
+    (choice,) = required.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls and len(choice.message.tool_calls) == 1
+    call: Any = choice.message.tool_calls[0]
+    checked_call(call.function.name, call.function.arguments)
+    chunks = client.chat.completions.create(
+        **asked, tool_choice="required", parallel_tool_calls=False, seed=2, temperature=1, stream=True
+    )
+    deltas = [delta for chunk in chunks for c in chunk.choices for delta in c.delta.tool_calls or ()]
+    assert "".join(d.function.name or "" for d in deltas if d.function) == call.function.name
+    assert "".join(d.function.arguments or "" for d in deltas if d.function) == call.function.arguments
+    named: Any = {"type": "function", "function": {"name": "hotels"}}
+    for seed in range(3):
+        one = client.chat.completions.create(**asked, tool_choice=named, seed=seed, temperature=1)
+        (called,) = one.choices[0].message.tool_calls or ()
+        assert called.function.name == "hotels"  # type: ignore[union-attr]
+        checked_call(called.function.name, called.function.arguments)  # type: ignore[union-attr]
+
+
+def test_calls_in_responses(client: openai.OpenAI):
+    tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    response = client.responses.create(
+        model=NAME,
+        input="What is this?",
+        tools=tools,
+        tool_choice={"type": "function", "name": "weather"},
+        temperature=1,
+        extra_body={**NO_THOUGHT, "seed": 4},
+        max_output_tokens=400,
+    )
+    (item,) = response.output
+    assert item.type == "function_call" and item.name == "weather"
+    checked_call(item.name, item.arguments)
 
 
 def test_responses_with_pictures(client: openai.OpenAI):

@@ -1,13 +1,15 @@
 """The official client, unmodified, against a running server of the embedded model: what it asks for is what it gets."""
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 from support.server import Server, running
 from support.smollm2_reference import Smollm2Reference
 
@@ -139,6 +141,40 @@ def test_embeddings(client: openai.OpenAI, reference: Smollm2Reference):
     assert plain.data[0].embedding == pytest.approx(vectors[3].tolist(), abs=1e-2)
     num_tokens = sum(len(reference.encode(text)) for text in texts)
     assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+
+
+class Person(BaseModel):
+    """What the model is asked to write."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(max_length=12)]
+    age: Annotated[int, Field(ge=0, le=150)]
+    likes: Annotated[list[Literal["tea", "coffee"]], Field(max_length=2)]
+
+
+def test_structured_output_is_valid_at_any_temperature(client: openai.OpenAI):
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Make up a person, as JSON."}]}
+    for temperature in (0, 2):
+        parsed = client.chat.completions.parse(
+            **asked, response_format=Person, temperature=temperature, n=3, seed=1, max_tokens=200
+        )
+        for choice in parsed.choices:
+            assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Person)
+    response = client.responses.parse(
+        model=MODEL, input="Make up a person, as JSON.", text_format=Person, temperature=2
+    )
+    assert isinstance(response.output_parsed, Person)
+    anything = client.chat.completions.create(**asked, response_format={"type": "json_object"}, max_tokens=150)
+    if anything.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(anything.choices[0].message.content or ""), dict)
+    chosen = client.completions.create(
+        model=MODEL, prompt="Red or blue?", temperature=2, extra_body={"guided_choice": ["red", "blue"]}
+    )
+    assert chosen.choices[0].text in ("red", "blue")
+    with pytest.raises(openai.BadRequestError) as caught:
+        wrong: Any = {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}
+        client.responses.create(model=MODEL, input="x", text={"format": wrong})
+    assert caught.value.param is not None and caught.value.param.startswith("text.format")
 
 
 def test_models(client: openai.OpenAI):
