@@ -34,7 +34,7 @@ from mstar.communication.wire import decode_to_front, schema_hash
 from mstar.conductor.conductor import Conductor
 from mstar.conductor.front_spec import FrontSpec
 from mstar.conductor.handle import ConductorHandle
-from mstar.conductor.preprocess import PreprocessPool
+from mstar.conductor.preprocess import PreprocessPool, auto_processes
 from mstar.conductor.walks import WalkDirectory
 from mstar.conductor.workers import WorkerTable
 from mstar.config.api_keys import accepted_keys
@@ -92,7 +92,8 @@ def assemble_front(
     server, directory = spec.server, spec.setup.tokenizer_dir
     workers = WorkerTable(walks.all_ranks, watchdog_s=server.watchdog_s, step_timeout_s=server.step_timeout_s)
     conductor = Conductor(bus=bus, walks=walks, workers=workers, loop=loop, on_ready=on_ready, on_shutdown=on_shutdown)
-    pool = PreprocessPool(spec.card, spec.setup, server.preprocess_workers, log_format=server.log_format)
+    num_processes = auto_processes() if server.preprocess_workers == "auto" else server.preprocess_workers
+    pool = PreprocessPool(spec.card, spec.setup, num_processes, log_format=server.log_format)
     handle = ConductorHandle(
         model=model,
         conductor=conductor,

@@ -38,6 +38,7 @@ from mstar.conductor.preprocess_messages import (
 )
 from mstar.conductor.request import PromptInput
 from mstar.model.base import ChatMessage, ModelCard, ModelSetup, PreparedPrompt
+from mstar.platforms import host
 from mstar.process_log import LogFormat
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ JOB_TIMEOUT_S = 60.0
 GIVEN_UP_S = 1.0
 """A job whose client left may still take so long: about what another process costs."""
 START_TIMEOUT_S = 120.0
+CORES_PER_PROCESS = 4
+MOST_AUTO_PROCESSES = 4
 ONE_THREAD: Mapping[str, str] = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -93,6 +96,12 @@ class _Process:
             self._writer.close()
         else:
             self._channel.close()
+
+
+def auto_processes() -> int:
+    """One for every four cores of this machine, up to four: prompts that arrive at once wait for each other less, and
+    the other processes keep theirs."""
+    return max(1, min(MOST_AUTO_PROCESSES, host.num_cores() // CORES_PER_PROCESS))
 
 
 class PreprocessPool:

@@ -102,7 +102,7 @@ class ServerConfig(Section):
     watchdog_s: Annotated[float, Field(gt=0)] = 10.0
     step_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
-    preprocess_workers: Annotated[int, Field(ge=1)] = 1
+    preprocess_workers: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     log_format: Literal["text", "json"] = "text"
     cors_origins: tuple[str, ...] = ()
     media: MediaConfig = MediaConfig()

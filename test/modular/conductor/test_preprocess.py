@@ -17,10 +17,11 @@ from support.stepwise_model import CARD
 
 from mstar.conductor import preprocess
 from mstar.conductor.events import Failure, RefusedError
-from mstar.conductor.preprocess import PreprocessError, PreprocessPool
+from mstar.conductor.preprocess import PreprocessError, PreprocessPool, auto_processes
 from mstar.conductor.preprocess_messages import Reply
 from mstar.conductor.request import PromptInput
 from mstar.model.base import ChatMessage, ModelCard, ModelSetup
+from mstar.platforms import host
 
 SETUP = ModelSetup({}, None, 64)
 T = TypeVar("T")
@@ -274,3 +275,9 @@ def test_processes_die_with_a_killed_parent():
                 await asyncio.sleep(0.02)
 
     asyncio.run(gone())
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (7, 1), (8, 2), (16, 4), (128, 4)])
+def test_as_many_processes_as_the_machine_has_cores_for(cores: int, processes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host, "num_cores", lambda: cores)
+    assert auto_processes() == processes
