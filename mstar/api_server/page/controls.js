@@ -8,6 +8,7 @@ const OWN = new Set(["model", "messages", "stream", "stream_options", "parameter
 const FIRST = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"];
 const STEPS = { temperature: 0.1, top_p: 0.05, min_p: 0.01, presence_penalty: 0.1, frequency_penalty: 0.1,
   repetition_penalty: 0.05 };
+const LONG_TEXT = 1000; // characters that a field may have before it gets more than a line
 const WIDEST = 1e6; // limits beyond are none that somebody would want to read
 
 class FieldError extends Error {
@@ -98,18 +99,28 @@ export class Controls {
 
 // The kind of value that a field takes beside null; null where it takes nothing else, or nothing that has an effect.
 function resolve(part, definitions) {
-  if (part.$ref) part = { ...definitions[part.$ref.split("/").pop()], description: part.description };
-  const branches = (part.anyOf ?? part.oneOf ?? [part]).filter((branch) => branch.type !== "null");
-  const described = part.description ?? branches[0]?.description;
-  if (!branches.length || /^Accepted, without effect|^Not supported/.test(described ?? "")) return null;
-  const texts = branches.find((branch) => branch.type === "string" && !branch.enum);
-  const lists = branches.find((branch) => branch.type === "array");
-  if (texts && lists) return { ...texts, type: "strings", description: described };
-  const only = branches.length === 1 ? branches[0] : { type: "object" };
-  const kind = only.$ref ? definitions[only.$ref.split("/").pop()] : only;
-  const isFixed = ({ enum: values, const: value } = {}) => value !== undefined || values?.length < 2;
+  const kinds = flatten(part, definitions);
+  const description = part.description ?? kinds.find((kind) => kind.type !== "object")?.description;
+  if (!kinds.length || /^Accepted, without effect|^Not supported/.test(description ?? "")) return null;
+  const isText = (kind) => kind.type === "string" && !kind.enum;
+  const isTexts = (kind) => kind.type === "array" && kind.items?.type === "string" && !isFixed(kind.items);
+  if (kinds.some(isTexts) && kinds.every((kind) => isText(kind) || isTexts(kind))) return { type: "texts", description };
+  if (kinds.length > 1) {
+    return { type: "json", description, words: kinds.flatMap((kind) => kind.enum ?? []), takesText: kinds.some(isText) };
+  }
+  const [kind] = kinds;
   if (isFixed(kind) || isFixed(kind.items)) return null; // there is nothing to choose
-  return { ...kind, description: described };
+  return { ...kind, description };
+}
+
+const isFixed = ({ enum: values, const: value } = {}) => value !== undefined || values?.length < 2;
+
+// All that a field may be but null, without unions and references.
+function flatten(part, definitions) {
+  if (part.$ref) return flatten(definitions[part.$ref.split("/").pop()], definitions);
+  const branches = part.anyOf ?? part.oneOf;
+  if (branches) return branches.flatMap((branch) => flatten(branch, definitions));
+  return part.type === "null" ? [] : [part];
 }
 
 // An input for a kind of value, and how to read the text in it.
@@ -125,10 +136,25 @@ function widget(name, kind, id) {
     const options = choices.map((value) => el("option", { value: JSON.stringify(value) }, String(value)));
     return { input: el("select", { id }, el("option", { value: "" }, "default"), ...options), read: JSON.parse };
   }
-  if (kind.type === "strings") {
+  if (kind.type === "texts") {
     const input = el("textarea", { id, rows: 1, placeholder: "one a line" });
     return { input, read: (text) => text.split("\n").filter(Boolean) };
   }
-  if (kind.type === "string") return { input: el("input", { id, type: "text", placeholder: "default" }), read: (text) => text };
-  return { input: el("textarea", { id, rows: 2, placeholder: "JSON", spellcheck: "false" }), read: JSON.parse };
+  if (kind.type === "string") {
+    const isLong = kind.maxLength > LONG_TEXT;
+    const input = isLong ? el("textarea", { id, rows: 2 }) : el("input", { id, type: "text", placeholder: "default" });
+    return { input, read: (text) => text };
+  }
+  const words = kind.words ?? [];
+  const placeholder = ["JSON", ...words].join(", ");
+  const read = (text) => (words.includes(text.trim()) ? text.trim() : kind.takesText ? jsonOrText(text) : JSON.parse(text));
+  return { input: el("textarea", { id, rows: 2, placeholder, spellcheck: "false" }), read };
+}
+
+function jsonOrText(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
 }

@@ -1,5 +1,6 @@
 """Every example runs as a user starts it: against a real front whose worker is scripted, or in a process alone."""
 
+import json
 import re
 import subprocess
 import sys
@@ -80,6 +81,13 @@ def test_tools(front: RunningFront):
 
     front.worker.script = script
     assert run("tools", front.base_url) == 'weather({"city":"Paris"})\nClear, 21 degrees.\n'
+
+
+def test_structured_output(front: RunningFront):
+    city = {"name": "Paris", "country": "France", "size": "large", "has_river": True}
+    front.reply(f"</think>\n\n{json.dumps(city)}")
+    assert run("structured_output", front.base_url) == "Paris in France is large; a river: True\n"
+    assert front.openings()[-1].sampling.grammar is not None, "the worker was told the schema"
 
 
 def test_embeddings(front: RunningFront):

@@ -198,6 +198,39 @@ def test_parameters_of_the_model_have_controls(page: "playwright.Page", front: R
     assert sent[0].keys() == {"parameters", "model", "messages", "stream", "stream_options"}
 
 
+def test_fields_of_several_kinds(page: "playwright.Page", front: RunningFront):
+    """As the schema has them: a word or JSON, texts one a line, a long text, JSON alone."""
+    sent: list[dict[str, Any]] = []
+
+    def answer(route: "playwright.Route") -> None:
+        sent.append(route.request.post_data_json)
+        route.fulfill(body="data: [DONE]\n\n", content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    page.click("#controls summary")
+    page.fill("#field-tool_choice", "required")
+    page.fill("#field-guided_choice", "yes\nno")
+    page.fill("#field-guided_grammar", 'root ::= "a"\n')
+    page.fill("#field-response_format", '{"type": "json_object"}')
+    page.fill("#field-stop", "x")
+    page.select_option("#field-ignore_eos", "true")
+    ask(page, "hi")
+    until(page, "document.querySelector('#stop').hidden")
+    fields = {name: sent[0][name] for name in sent[0].keys() - {"model", "messages", "stream", "stream_options"}}
+    assert fields == {
+        "tool_choice": "required",
+        "guided_choice": ["yes", "no"],
+        "guided_grammar": 'root ::= "a"\n',
+        "response_format": {"type": "json_object"},
+        "stop": ["x"],
+        "ignore_eos": True,
+    }
+    page.fill("#field-tool_choice", "sometimes")
+    ask(page, "hi")
+    page.wait_for_selector("#field-tool_choice[aria-invalid=true]")
+    assert len(sent) == 1
+
+
 def test_stop_and_escape_end_the_request(page: "playwright.Page", front: RunningFront):
     endless(front)
     ask(page, "Talk.")

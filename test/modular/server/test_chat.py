@@ -143,7 +143,13 @@ def test_the_request_to_try_answers_paris(server: Server, _started, source: str)
 
 @pytest.mark.parametrize(
     ("example", "says"),
-    [("chat", "France"), ("streaming", "(length)"), ("many_at_once", "France"), ("embeddings", "Bread")],
+    [
+        ("chat", "France"),
+        ("streaming", "(length)"),
+        ("many_at_once", "France"),
+        ("embeddings", "Bread"),
+        ("structured_output", "a river: "),
+    ],
 )
 def test_examples_get_answers_of_the_model(server: Server, example: str, says: str):
     command = [sys.executable, ROOT / "examples" / f"{example}.py", server.url]
