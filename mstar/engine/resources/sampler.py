@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mstar.communication.messages import SamplingParams
-from mstar.engine.device_graph import DeviceGraph, GraphMemory, borrowed
+from mstar.engine.device_graph import borrowed
 from mstar.engine.execution import AllowedTokens, StepOutputs
 from mstar.engine.host_columns import to_device
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
@@ -71,7 +71,6 @@ class Sampler(Resource[SamplerStep]):
         self.drawn: Tensor = self._tokens[:0]
         """What the running step draws (executor); an output that is this very tensor stays in the live column."""
         self._logits = _NO_LOGITS
-        self._graph: DeviceGraph | None = None
         self._logprobs: Tensor | None = None
 
     def open(self, handle: int, config: OpenConfig) -> None:
@@ -166,7 +165,6 @@ class Sampler(Resource[SamplerStep]):
         self._plan = plan
         self._staged = staging
         self._logprobs = None
-        self._graph = None
         if not plan.staged:
             cut = (self._uploaded(group).items() for group in plan.groups().values())
             names = self._names.values()
@@ -178,23 +176,14 @@ class Sampler(Resource[SamplerStep]):
     def begin_replay(self, plan: SamplingPlan, captured: SamplingPlan, staging: Mapping[str, Tensor]) -> None:
         self.begin_forward(plan, staging)
         assert captured.captured is not None
-        self._logits, self.drawn, self._graph = captured.captured
+        self._logits, self.drawn = captured.captured
 
     def end_forward(self, plan: SamplingPlan) -> None:
         self._write_live()
 
-    def end_capture(self, plan: SamplingPlan, staging: Mapping[str, Tensor], memory: GraphMemory) -> None:
-        logits, tokens = borrowed(self._logits), self.drawn
-        everybody = SamplingPlan(plan.handles, plan.kept, cuts=True)
-        fields = {name: staging[staged] for name, staged in self._names["sampled"].items()}
-
-        def run() -> None:
-            self._draws.choose(logits, tokens, everybody, fields)
-            self._write_live()
-
-        graph = DeviceGraph(memory, run) if memory.on_device and self._draws.capturable else None
-        plan.captured = CapturedDraw(logits, tokens, graph)
-        self._logits = _NO_LOGITS  # not before: the graph's own temporaries must lie elsewhere
+    def end_capture(self, plan: SamplingPlan) -> None:
+        plan.captured = CapturedDraw(borrowed(self._logits), self.drawn)
+        self._logits = _NO_LOGITS
 
     def draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
         if not self.draws_in_forward:
@@ -214,9 +203,7 @@ class Sampler(Resource[SamplerStep]):
             if plan.asked.size:
                 raw, rows = logits[asked], torch.arange(plan.asked.size, device=self._device)
             self._draws.adjust(logits, tokens, plan, adjusted, allowed)
-        if plan.sampled.size and self._graph is not None:
-            self._graph.replay()
-        elif plan.sampled.size:
+        if plan.sampled.size:
             self._draws.choose(logits, tokens, plan, self._fields("sampled", plan.sampled))
         if plan.has_counts and plan.adjusted.size:
             self._counts.count(adjusted["counts"], tokens[adjusted["rows"]].long().clamp_(min=0))
