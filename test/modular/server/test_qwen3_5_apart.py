@@ -27,6 +27,8 @@ def test_texts_do_not_notice_what_becomes_of_the_vision_worker(tmp_path):
         qwen.check([TEXT], [ask(server, TEXT)])
         server.wait_for(lambda: server.client.get("/health").status_code == 503, 10, "red health")
         qwen.check([TEXT], [ask(server, TEXT)])
+        embedded = server.client.post("/v1/embeddings", json={"model": NAME, "input": "hi"})
+        assert embedded.status_code == 200, embedded.text
         refused = server.client.post(IMAGE.route, json=IMAGE.body())
         assert refused.status_code == 503, refused.text
         assert "worker 1" in refused.json()["error"]["message"]
