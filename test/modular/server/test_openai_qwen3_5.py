@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -186,6 +187,17 @@ def test_embeddings_are_the_models(client: openai.OpenAI, qwen: ServedQwen):
             hidden = body(torch.tensor(ids[None], dtype=torch.int64)).last_hidden_state[0, -1]
         assert float(torch.tensor(entry.embedding) @ (hidden / hidden.norm())) > 1 - 1e-4
     assert answer.usage.prompt_tokens == sum(map(qwen.count, texts))
+
+
+def test_what_is_thought_is_not_constrained(client: openai.OpenAI, server: Server):
+    asked: Any = {"model": NAME, "messages": QUESTION, "temperature": 1, "max_tokens": 40}
+    (end,) = httpx.post(server.url + "/tokenize", json={"model": NAME, "prompt": "</think>"}).json()["tokens"]
+    body: Any = {"guided_choice": ["yes", "no"], "chat_template_kwargs": {"enable_thinking": True}}
+    answer = client.chat.completions.create(**asked, logit_bias={str(end): 9}, extra_body=body, seed=1).choices[0]
+    assert answer.message.content in ("yes", "no") and answer.finish_reason == "stop"
+    body["chat_template_kwargs"] = {"enable_thinking": False}
+    answer = client.chat.completions.create(**asked, extra_body=body).choices[0]
+    assert answer.message.content in ("yes", "no")
 
 
 def test_errors_have_the_right_class_and_field(client: openai.OpenAI):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -111,6 +112,38 @@ def test_stop_and_echo(client: openai.OpenAI):
     echoed = client.completions.create(model=MODEL, prompt=COUNTING, echo=True, max_tokens=2, temperature=0)
     silent = client.completions.create(model=MODEL, prompt=COUNTING, max_tokens=2, temperature=0)
     assert echoed.choices[0].text == COUNTING + silent.choices[0].text
+
+
+def test_guided_texts_whole_and_streamed(client: openai.OpenAI):
+    choice: Any = {"guided_choice": ["blue", "green with envy"]}
+    answer = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=2, seed=3, extra_body=choice)
+    assert answer.choices[0].message.content in choice["guided_choice"] and answer.choices[0].finish_reason == "stop"
+    number: Any = {"structured_outputs": {"regex": "[0-9]{3}-[a-f]{2}"}}
+    chunks = client.completions.create(model=MODEL, prompt="Code:", stream=True, temperature=2, extra_body=number)
+    text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    assert re.fullmatch("[0-9]{3}-[a-f]{2}", text)
+    grammar: Any = {"guided_grammar": 'root ::= "(" root ")" | "x"'}
+    text = client.completions.create(model=MODEL, prompt="((", max_tokens=60, extra_body=grammar).choices[0].text
+    assert re.fullmatch(r"\(*(x\)*)?", text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "[a-z"}, "guided_regex"),
+        ({"guided_grammar": "root ::= nothing"}, "guided_grammar"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_grammar_is_a_400_that_names_the_field(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, stream: bool
+):
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=FRANCE, extra_body=fields, stream=stream)
+    assert raised.value.param == param
 
 
 def test_responses(client: openai.OpenAI):
