@@ -80,7 +80,7 @@ class TokenCounts:
 def forbidden_tokens(bits: np.ndarray, vocab_size: int) -> np.ndarray:
     """bool `[n, vocab]`, true for tokens whose bit in `AllowedTokens.bits` int32 `[n, words]` is not set. Host."""
     octets = np.ascontiguousarray(bits).view(np.uint8)
-    return np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little") == 0
+    return np.unpackbits(~octets, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 class TokenBiases:

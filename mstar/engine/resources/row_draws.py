@@ -89,10 +89,14 @@ class TorchDraws:
         self, logits: Tensor, tokens: Tensor, plan: SamplingPlan, fields: Fields, allowed: AllowedTokens | None
     ) -> None:
         rows, tables = fields["rows"], self._tables
-        changed = logits[rows]
+        takes_all = rows.shape[0] == logits.shape[0]
+        changed = logits if takes_all else logits[rows]
         if allowed is not None:
             forbidden = to_device(forbidden_tokens(allowed.bits, logits.shape[1]), logits.device)
-            changed.masked_fill_(forbidden[fields["masks"].clamp(min=0)] & (fields["masks"] >= 0)[:, None], -torch.inf)
+            if allowed.rows.size < changed.shape[0]:
+                masks = fields["masks"]
+                forbidden = forbidden[masks.clamp(min=0)] & (masks >= 0)[:, None]
+            changed.masked_fill_(forbidden, -torch.inf)
         if plan.has_counts:
             params = tables.params[fields["handles"]]
             repetition = params[:, column.REPETITION, None]
@@ -100,7 +104,8 @@ class TorchDraws:
             tables.counts.penalize(changed, fields["counts"], repetition, presence, frequency)
         if plan.has_biases:
             tables.biases.add(changed, fields["biases"], fields["floor"])
-        logits.index_copy_(0, rows, changed)
+        if not takes_all:
+            logits.index_copy_(0, rows, changed)
         largest = torch.empty_like(rows, dtype=torch.int32)
         self.largest(changed, largest)
         _replace(tokens, rows, largest)
