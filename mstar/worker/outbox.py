@@ -60,8 +60,8 @@ class Outbox:
         """Report a request that cannot go on; it is sent with the next flush."""
         self._cold.append(Fail(rid=rid, message=why, code=code, field=field))
 
-    def fail_handle(self, handle: int, why: str) -> None:
-        self.fail(self._rids.rid(handle), why, 500)
+    def fail_handle(self, handle: int, why: str, code: int = 500) -> None:
+        self.fail(self._rids.rid(handle), why, code)
 
     def opened(self, rid: str) -> None:
         self._cold.append(Opened(rid=rid, rank=self._rank))

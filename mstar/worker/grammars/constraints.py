@@ -15,7 +15,7 @@ import numpy as np
 TOKEN_LIMIT_NS = 250_000_000
 """Processor time that one token of one text may cost. A sound grammar takes a thousandth; the time of an ambiguous one
 grows with the text, and would stop everybody."""
-TOO_SLOW = "the grammar is too ambiguous: what may follow this text takes too long to find"
+TOO_AMBIGUOUS = "the grammar is too ambiguous: what may follow this text takes too long to find"
 
 
 class GrammarError(ValueError):
@@ -58,7 +58,7 @@ class Constraint:
             return "a token was drawn that the grammar does not allow"
         self._num_tokens += 1
         self.is_over = self._matcher.is_terminated()
-        return TOO_SLOW if time.thread_time_ns() - began > TOKEN_LIMIT_NS else ""
+        return TOO_AMBIGUOUS if time.thread_time_ns() - began > TOKEN_LIMIT_NS else ""
 
     def fill(self, bits: np.ndarray, index: int) -> str:
         """Write what may be drawn next into row `index` of `bits` int32 `[rows, words]`. Returns as `accept`."""
@@ -71,4 +71,4 @@ class Constraint:
             row[self._end_words] &= ~self._end_bits
             if not row.any():
                 row[self._end_words] = ends
-        return TOO_SLOW if time.thread_time_ns() - began > TOKEN_LIMIT_NS else ""
+        return TOO_AMBIGUOUS if time.thread_time_ns() - began > TOKEN_LIMIT_NS else ""
