@@ -88,6 +88,11 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._tape = tape
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing here is compiled, and being hidden from the compiler would load it, seconds of imports."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -167,7 +167,8 @@ class _Destination:
     def materialize(self, name: str) -> torch.Tensor:
         """Replaces a meta tensor, under all its names, by memory on the device."""
         old = self.tensors[name]
-        new: torch.Tensor = torch.empty_like(old, device=self.device)
+        # Not `empty_like`: of a meta tensor it loads torch's symbolic shapes, seconds of imports.
+        new: torch.Tensor = torch.empty(old.shape, dtype=old.dtype, device=self.device)
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
             vars(new).update(vars(old))  # attributes that a layer hung on its parameter

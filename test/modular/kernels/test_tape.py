@@ -1,5 +1,7 @@
 """Recorded forwards: replays equal eager runs over new inputs, and what cannot be repeated is refused."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -201,3 +203,19 @@ def test_other_threads_stay_off_the_tape(compiled: str) -> None:
 
     tape, _ = ops.record(forward)
     assert tape.num_kernels == 1
+
+
+ALONE = """
+import sys, torch
+from mstar.kernels.tape import Recording, Tape
+tape = Tape(lambda program: None)
+with Recording(tape), torch.inference_mode():
+    torch.ones(3).index_select(0, torch.tensor([1])) + 1
+print(sorted({"torch._dynamo", "sympy", "triton"} & sys.modules.keys()))
+"""
+
+
+def test_recording_loads_no_compiler():
+    """It takes seconds, in every worker that starts."""
+    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
