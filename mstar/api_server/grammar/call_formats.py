@@ -60,14 +60,13 @@ def text_with_calls(tools: Sequence[CallableTool], *, most: Literal["one", "any"
 
 
 def _call(tool: CallableTool) -> Format:
-    begin, end = f"{CALL}\n{FUNCTION}{tool.name}>\n", f"{END_FUNCTION}\n{END_CALL}"
     try:
         parts = _parameters(tool, enforceable(_object(tool.parameters)))
     except SchemaError as error:
         if tool.strict:
             raise SchemaError(error.path, f"{error} (of {tool.name}, which is strict)") from None
         parts = _parameters(tool, _loosened(tool.parameters))
-    return enclosed(begin, sequence(parts or [literal("")]), end) if parts else literal(begin + end)
+    return enclosed(f"{CALL}\n{FUNCTION}{tool.name}>\n", sequence([*parts, literal(END_FUNCTION + "\n")]), END_CALL)
 
 
 def _object(parameters: Mapping[str, Any]) -> Mapping[str, Any]:

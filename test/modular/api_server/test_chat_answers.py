@@ -321,6 +321,43 @@ def test_their_legal_neighbours(qwen: RunningFront):
         assert qwen.chat(max_tokens=2, **fields).status_code == 200, fields
 
 
+JSON_FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+FORMS: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"tools": [WEATHER]}, None),
+    ({"tools": [WEATHER], "tool_choice": "none", "parallel_tool_calls": False}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, "json_schema"),
+    ({"response_format": JSON_FORM}, "json_schema"),
+    ({"response_format": JSON_FORM, "tools": [WEATHER]}, "or"),
+    ({"response_format": JSON_FORM, "tools": [WEATHER], "tool_choice": "required"}, "tags_with_separator"),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tags_with_separator"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tag"),
+    ({"tools": [WEATHER], "parallel_tool_calls": False}, "triggered_tags"),
+    ({"tools": [strict_tool({"properties": {"a": {}}})]}, "triggered_tags"),
+    ({"guided_choice": ["a", "b"]}, "or"),
+    ({"guided_json": '{"type": "integer"}'}, "json_schema"),
+    ({"structured_outputs": {"json": {"type": "integer"}}}, "json_schema"),
+    ({"structured_outputs": {"json_object": True}}, "json_schema"),
+    ({"structured_outputs": {"json_object": False}}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind"), FORMS)
+def test_what_a_request_asks_of_its_text_goes_to_the_worker(
+    qwen: RunningFront, fields: dict[str, Any], kind: str | None
+):
+    for thinks in (True, False):
+        answer = qwen.chat(max_tokens=1, chat_template_kwargs={"enable_thinking": thinks}, **fields)
+        assert answer.status_code == 200, answer.text
+        grammar = qwen.openings()[-1].sampling.grammar
+        if kind is None:
+            assert grammar is None
+        else:
+            assert grammar is not None and json.loads(grammar.format)["type"] == kind
+            assert grammar.behind == ("</think>" if thinks else ""), "it holds for the answer"
+
+
 @pytest.mark.parametrize("kind", ["image_url", "video_url"])
 def test_a_url_that_is_not_in_an_object_is_told_where_it_belongs(qwen: RunningFront, kind: str):
     message = {"role": "user", "content": [{"type": kind, kind: "data:image/png;base64,AAAA"}]}

@@ -111,14 +111,12 @@ def tool(name: str = "f", *, strict: bool = False, **properties: Any) -> Callabl
 
 def test_calls_take_the_parameters_of_the_tool():
     form = calls([tool(a={"type": "string"}, b={"type": "integer"})], most="one")
-    assert form["begin"] == "<tool_call>\n<function=f>\n" and form["end"] == "</function>\n</tool_call>"
-    a, b = form["content"]["elements"]
+    assert form["begin"] == "<tool_call>\n<function=f>\n" and form["end"] == "</tool_call>"
+    a, b, end = form["content"]["elements"]
+    assert end == {"type": "const_string", "value": "</function>\n"}
     assert (a["begin"], a["content"], a["end"]) == ("<parameter=a>\n", {"type": "any_text"}, "</parameter>\n")
     assert b["type"] == "optional" and b["content"]["content"]["json_schema"] == {"type": "integer"}
-    assert calls([tool()], most="one") == {
-        "type": "const_string",
-        "value": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
-    }
+    assert calls([tool()], most="one")["content"] == end
     assert [one["begin"] for one in calls([tool("f", a={}), tool("g", a={})], most="any")["tags"]] == [
         "<tool_call>\n<function=f>\n",
         "<tool_call>\n<function=g>\n",
@@ -129,6 +127,6 @@ def test_calls_take_the_parameters_of_the_tool():
 def test_what_cannot_be_enforced_of_a_tool_is_refused_only_where_it_is_strict():
     odd = {"type": "array", "uniqueItems": True}
     form = calls([tool(a=odd)], most="one")
-    assert form["content"]["content"]["json_schema"] == {"type": "array"}
+    assert form["content"]["elements"][0]["content"]["json_schema"] == {"type": "array"}
     with pytest.raises(SchemaError, match="strict"):
         calls([tool(strict=True, a=odd)], most="one")

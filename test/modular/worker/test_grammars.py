@@ -7,6 +7,8 @@ import pytest
 from support.constrained_texts import PERSON, SCHEMAS, ConstrainedTexts, format_of, is_valid, run
 from support.instance import Instance
 
+from mstar.api_server.answer.reader import AnswerFormat, AnswerReader, WholeAnswer
+from mstar.api_server.grammar.call_formats import CallableTool, calls, text_with_calls
 from mstar.api_server.grammar.formats import context_free, json_text, literal, one_of, regular
 
 
@@ -74,6 +76,60 @@ def test_forms_other_than_json(texts: ConstrainedTexts):
     free, _, constrained = texts.text(behind).partition("z")
     assert constrained.lstrip("\n") == "done" and "z" not in free and texts.ended(behind)
     instance.close()
+
+
+CALLED = {
+    "type": "object",
+    "properties": {
+        "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 99},
+        "hourly": {"type": ["boolean", "null"]},
+        "unit": {"type": "string", "enum": ["C", "F or K"]},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/place"}, "maxItems": 2},
+    },
+    "required": ["code", "days", "places"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["x"],
+        }
+    },
+}
+
+
+def test_calls_are_read_as_they_were_constrained(texts: ConstrainedTexts):
+    instance = texts.instance(late=True)
+    tools = [CallableTool("forecast", CALLED, strict=True), CallableTool("now", {}, strict=False)]
+    form = calls(tools, most="any")
+    results = [texts.submit(instance, f"{i}", form, temperature=2.0, seed=i, max_tokens=300) for i in range(12)]
+    run(instance)
+    schemas = {"forecast": CALLED, "now": {"type": "object", "maxProperties": 0}}
+    assert not any(result.failure for result in results)
+    num_forecasts = 0
+    for result in filter(texts.ended, results):
+        reader = AnswerReader(AnswerFormat(None, schemas), opens_reasoning=False, new_id=lambda: "id")
+        answer = WholeAnswer()
+        for delta in (*reader.feed(texts.text(result)), *reader.finish(is_whole=True)):
+            answer.add(delta)
+        assert answer.calls and not answer.content
+        for call in answer.calls:
+            num_forecasts += call.name == "forecast"
+            assert is_valid(call.arguments, schemas[call.name]), (call, texts.text(result))
+    assert num_forecasts >= 2
+    instance.close()
+
+
+@pytest.mark.parametrize("behind", ["", "</think>"])
+def test_every_shape_of_calls_is_a_grammar(texts: ConstrainedTexts, behind: str):
+    odd = CallableTool("odd", {"properties": {"a": {"not": {}}, "b": {"type": ["null", "object"]}}}, strict=False)
+    tools = [CallableTool("forecast", CALLED, strict=True), CallableTool("now", {}, strict=True), odd]
+    for some in (tools, tools[1:2]):
+        for most in ("one", "any"):
+            forms = (calls(some, most=most), text_with_calls(some, most=most))
+            for form in (*forms, one_of([json_text(PERSON), forms[0]])):
+                assert texts.compiler.compile(json.dumps(form), behind).num_bytes
 
 
 def test_what_else_a_request_may_ask_for(texts: ConstrainedTexts):
