@@ -30,6 +30,7 @@ UNKNOWN_FORMATS = frozenset({"regex", "iri", "iri-reference", "idn-email", "idn-
 """Formats of the standard that it does not know."""
 
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_RANGE = re.compile(r"\{\d*,\d*\}\??")
 _ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\"nrtfv0]|\\x(?:[01].|22|5[cC])|\\u00(?:[01].|22|5[cC])')
 _ANCHORS = re.compile(r"(?<!\\)(?:\\\\)*[\^$]")
 _AROUND = re.compile(r"^\^?(.*?)((?<!\\)(?:\\\\)*)\$?$", re.DOTALL)
@@ -52,24 +53,31 @@ def without_anchors(pattern: str) -> str:
 
 
 def compiled(pattern: str) -> str:
-    """The pattern as the compiler reads it right: of what it makes of `(ab+)?` the text b would be a part, of `(|ab+)`
-    not."""
+    """The pattern as the compiler reads it right. It takes b for a text of `(ab+)?`, but not of `(|ab+)`; and bbb for
+    one of `(c|b|b{0,2})`, but not of `(c|b|(b{0,2}()))`."""
     pieces: list[str] = []
     opened: list[int] = []
+    atom = 0  # where what a quantifier would repeat begins
     at = 0
     while at < len(pattern):
-        whole = _CLASS.match(pattern, at)
-        piece = whole[0] if whole is not None else pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
+        whole = _CLASS.match(pattern, at) or (pieces and _RANGE.match(pattern, at)) or None
+        piece = whole[0] if whole else pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
         at += len(piece)
-        if piece == "(":
-            opened.append(len(pieces))
+        if piece[0] == "{" and len(piece) > 1:
+            pieces[atom] = "(" + pieces[atom]
+            pieces.append(piece + "())")
+            continue
+        begin = len(pieces)
         pieces.append(piece)
-        if piece == ")" and opened:
+        if piece == "(":
+            opened.append(begin)
+        elif piece == ")" and opened:
             begin = opened.pop()
             if pattern[at : at + 1] == "?" and pattern[at + 1 : at + 2] not in ("?", "+"):
                 at += 1
                 inside = begin + 3 if pieces[begin + 1 : begin + 3] == ["?", ":"] else begin + 1
                 pieces[inside] = "|" + pieces[inside]
+        atom = begin
     return "".join(pieces)
 
 
