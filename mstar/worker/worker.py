@@ -22,7 +22,7 @@ from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
 from mstar.profile.phases import PhaseClock
 from mstar.worker.admission import Admission
 from mstar.worker.grammars.constrained_rows import ConstrainedRows
-from mstar.worker.grammars.constraints import TOO_AMBIGUOUS
+from mstar.worker.grammars.constraints import FAULTS_OF_GRAMMARS
 from mstar.worker.heartbeat import StepAge
 from mstar.worker.inbox import Inbox
 from mstar.worker.micro_scheduler import MicroScheduler
@@ -376,7 +376,7 @@ class Worker:
     def _fail_rows(self, failed: dict[int, str]) -> None:
         for handle, why in failed.items():
             self._parts.graph.gate([handle], Gate.FAILED, True)
-            self._parts.outbox.fail_handle(handle, why, 400 if why == TOO_AMBIGUOUS else 500)
+            self._parts.outbox.fail_handle(handle, why, 400 if why in FAULTS_OF_GRAMMARS else 500)
         self._parts.outbox.flush_cold()
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ from mstar.api_server.grammar.formats import (
     sequence,
     until,
 )
-from mstar.api_server.grammar.schema_rules import Schema, SchemaError, enforceable
+from mstar.api_server.grammar.schema_error import SchemaError
+from mstar.api_server.grammar.schema_rules import Schema, enforceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _parameters(tool: CallableTool, schema: Schema) -> list[Format]:
     required = schema.get("required", ())
     parts: list[Format] = []
     for name, rules in schema.get("properties", {}).items():
-        if any(mark in name for mark in "<>\n"):
+        if not name or any(mark in name for mark in "<>\n"):
             raise SchemaError(f".properties.{name}", "a parameter with such a name cannot be called for")
         part = _parameter(name, rules, definitions)
         parts.append(part if name in required else optional(part))

@@ -29,27 +29,42 @@ COMPILED_FORMATS = frozenset(
 UNKNOWN_FORMATS = frozenset({"regex", "iri", "iri-reference", "idn-email", "idn-hostname", "uri-template"})
 """Formats of the standard that it does not know."""
 
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_RANGE = re.compile(r"\{\d*,\d*\}\??")
+MAX_PATTERN = 4096
+"""Characters of one pattern."""
+_PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{\d*,\d*\}\??|.", re.DOTALL)
+"""Escapes, classes, ranges of repetitions and other characters; a class that is not closed takes the rest, so that this
+takes linear time."""
 _ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\"nrtfv0]|\\x(?:[01].|22|5[cC])|\\u00(?:[01].|22|5[cC])')
-_ANCHORS = re.compile(r"(?<!\\)(?:\\\\)*[\^$]")
-_AROUND = re.compile(r"^\^?(.*?)((?<!\\)(?:\\\\)*)\$?$", re.DOTALL)
+_GROUP = re.compile(r"\(\?(?!:|P?<[A-Za-z_])")
 
 
 def why_not_matched(pattern: str) -> str:
     """Why strings in JSON cannot be held to the pattern; empty: they can."""
-    outside = _CLASS.sub("", pattern)
-    if found := _ESCAPED.search(outside):
+    if len(pattern) > MAX_PATTERN:
+        return f"has more than {MAX_PATTERN} characters"
+    if found := _ESCAPED.search(_without_classes(pattern)):
         return f"asks for {found[0]!r}, which JSON escapes"
-    if _ANCHORS.search(without_anchors(outside)):
+    return why_not_whole(pattern)
+
+
+def why_not_whole(pattern: str) -> str:
+    """Why a whole text cannot be held to the pattern; empty: it can, for all that the compiler does not check."""
+    outside = _without_classes(pattern)
+    if found := _GROUP.search(outside):
+        return f"has {found[0] + outside[found.end() : found.end() + 1]!r}, which is no group"
+    if {"^", "$"}.intersection(_PIECES.findall(without_anchors(pattern))):
         return "has ^ or $ in its middle"
     return ""
 
 
+def _without_classes(pattern: str) -> str:
+    return "".join(piece for piece in _PIECES.findall(pattern) if piece[0] != "[")
+
+
 def without_anchors(pattern: str) -> str:
     """The pattern of a whole text, without ^ at its beginning and $ at its end."""
-    found = _AROUND.match(pattern)
-    return pattern if found is None else found[1] + found[2]
+    pieces = _PIECES.findall(pattern)
+    return "".join(pieces[pieces[:1] == ["^"] : len(pieces) - (pieces[-1:] == ["$"])])
 
 
 def compiled(pattern: str) -> str:
@@ -58,12 +73,9 @@ def compiled(pattern: str) -> str:
     pieces: list[str] = []
     opened: list[int] = []
     atom = 0  # where what a quantifier would repeat begins
-    at = 0
-    while at < len(pattern):
-        whole = _CLASS.match(pattern, at) or (pieces and _RANGE.match(pattern, at)) or None
-        piece = whole[0] if whole else pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
-        at += len(piece)
-        if piece[0] == "{" and len(piece) > 1:
+    found = _PIECES.findall(pattern)
+    for index, piece in enumerate(found):
+        if piece[:1] == "{" and len(piece) > 1 and pieces:
             pieces[atom] = "(" + pieces[atom]
             pieces.append(piece + "())")
             continue
@@ -73,10 +85,10 @@ def compiled(pattern: str) -> str:
             opened.append(begin)
         elif piece == ")" and opened:
             begin = opened.pop()
-            if pattern[at : at + 1] == "?" and pattern[at + 1 : at + 2] not in ("?", "+"):
-                at += 1
+            if found[index + 1 : index + 2] == ["?"] and found[index + 2 : index + 3] not in (["?"], ["+"]):
                 inside = begin + 3 if pieces[begin + 1 : begin + 3] == ["?", ":"] else begin + 1
                 pieces[inside] = "|" + pieces[inside]
+                found[index + 1] = ""
         atom = begin
     return "".join(pieces)
 

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mstar.api_server.grammar import patterns
-from mstar.api_server.grammar.schema_merging import MergeError, are_disjoint, merged
+from mstar.api_server.grammar.number_rules import number_rules
+from mstar.api_server.grammar.schema_error import SchemaError
+from mstar.api_server.grammar.schema_merging import Comparisons, MergeError, merged
 
 MAX_DEPTH = 48
 MAX_NODES = 5000
@@ -37,14 +39,6 @@ _KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", typ
 Schema = dict[str, Any]
 
 
-class SchemaError(ValueError):
-    """A schema that text cannot be held to; `path` is where in it, like `.properties.name`."""
-
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(message)
-        self.path = path
-
-
 def enforceable(schema: Any) -> Schema:
     """The schema, rewritten.
 
@@ -53,6 +47,7 @@ def enforceable(schema: Any) -> Schema:
     """
     rewriting = _Rewriting(schema)
     root = rewriting.schema(schema, "", 0)
+    rewriting.check_that_references_end()
     return {**root, "$defs": rewriting.definitions} if rewriting.definitions else root
 
 
@@ -63,7 +58,19 @@ class _Rewriting:
         self._root = root
         self._names: dict[str, str] = {}
         self._num_left = MAX_NODES
+        self._comparisons = Comparisons(lambda schema: self._resolved(schema, ""))
         self.definitions: dict[str, Schema] = {}
+
+    def check_that_references_end(self) -> None:
+        """A union of one branch has become that branch, which may be a reference to where it stands."""
+        for definition in self.definitions.values():
+            seen: set[str] = set()
+            while "$ref" in definition:
+                name = definition["$ref"].rpartition("/")[2]
+                if name in seen:
+                    raise SchemaError(".$ref", "the reference leads to itself")
+                seen.add(name)
+                definition = self.definitions[name]
 
     def schema(self, schema: Any, path: str, depth: int) -> Schema:
         self._num_left -= 1
@@ -75,6 +82,7 @@ class _Rewriting:
             raise SchemaError(path, "false allows nothing")
         if not isinstance(schema, Mapping):
             raise SchemaError(path, "a schema is an object, true or false")
+        _check_form(schema, path)
         for keyword in REFUSED:
             if keyword in schema:
                 raise SchemaError(f"{path}.{keyword}", f"{keyword} cannot be enforced")
@@ -103,7 +111,7 @@ class _Rewriting:
         """What a reference leads to in the end: not to another reference."""
         seen: set[Any] = set()
         while True:
-            if not isinstance(reference, str) or not reference.startswith("#"):
+            if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
                 raise SchemaError(f"{path}.$ref", "a reference must lead into this schema: #/$defs/NAME")
             if reference in seen:
                 raise SchemaError(f"{path}.$ref", "the reference leads to itself")
@@ -121,17 +129,18 @@ class _Rewriting:
     def _resolved(self, schema: Any, path: str) -> Any:
         """Without a reference at its top."""
         if isinstance(schema, Mapping) and "$ref" in schema:
-            return self._target(schema["$ref"], path)
+            schema = self._target(schema["$ref"], path)
+        if isinstance(schema, Mapping):
+            _check_form(schema, path)
         return schema
 
     def _values(self, schema: Mapping[str, Any], path: str) -> Schema:
         if others := sorted(set(schema).intersection((*_ASSERTING, "anyOf", "oneOf", "allOf"))):
             raise SchemaError(f"{path}.{others[0]}", f"{others[0]} beside enum or const cannot be enforced")
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        if not isinstance(values, list):
-            raise SchemaError(f"{path}.enum", "it must be an array")
         if "enum" in schema and "const" in schema:
-            values = [value for value in values if value == schema["const"]]
+            const = schema["const"]
+            values = [value for value in values if value == const and _kinds(value) == _kinds(const)]
         types = _types(schema, path)
         values = [value for value in values if types is None or not _kinds(value).isdisjoint(types)]
         if not values:
@@ -156,7 +165,7 @@ class _Rewriting:
                 branches = [merged(rest, self._resolved(branch, path)) for branch in branches]
         except MergeError as error:
             raise SchemaError(f"{path}.{union}", f"{union} cannot be enforced here: {error}") from None
-        if union == "oneOf" and not are_disjoint([self._resolved(branch, path) for branch in branches], self._resolved):
+        if union == "oneOf" and not self._comparisons.are_disjoint(branches):
             raise SchemaError(
                 f"{path}.oneOf",
                 "oneOf cannot be enforced where a value may fit several branches; use anyOf, or give each branch a "
@@ -185,7 +194,8 @@ class _Rewriting:
             case "string":
                 return {"type": kind, **_string_rules(schema, path)}
             case "integer" | "number":
-                return {"type": kind, **_number_rules(kind, schema, path)}
+                rules = number_rules(kind, schema, path)
+                return rules if "enum" in rules else {"type": kind, **rules}
             case "array":
                 return {"type": kind, **self._array_rules(schema, path, depth)}
             case "object":
@@ -221,10 +231,6 @@ class _Rewriting:
 
     def _object_rules(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
         properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping):
-            raise SchemaError(f"{path}.properties", "it must be an object")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise SchemaError(f"{path}.required", "it must be an array of names")
         others = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
         if "patternProperties" in schema and ("properties" in schema or required):
             raise SchemaError(f"{path}.patternProperties", "patternProperties beside properties cannot be enforced")
@@ -276,6 +282,22 @@ _ASSERTING = tuple(keyword for keywords in KEYWORDS.values() for keyword in keyw
 _MERGED = frozenset((*_ASSERTING, "type", "anyOf", "oneOf", "allOf"))
 
 
+def _check_form(schema: Mapping[str, Any], path: str) -> None:
+    """Of the keywords that are looked at from outside the schema too."""
+    if not isinstance(schema.get("properties", {}), Mapping):
+        raise SchemaError(f"{path}.properties", "it must be an object")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise SchemaError(f"{path}.required", "it must be an array of names")
+    if not isinstance(schema.get("enum", []), list):
+        raise SchemaError(f"{path}.enum", "it must be an array")
+    if not isinstance(schema.get("format", ""), str):
+        raise SchemaError(f"{path}.format", "it must be a name")
+    if not isinstance(schema.get("pattern", "."), str) or schema.get("pattern") == "":
+        raise SchemaError(f"{path}.pattern", "it must be a regular expression")
+    _types(schema, path)
+
+
 def _types(schema: Mapping[str, Any], path: str) -> list[str] | None:
     declared = schema.get("type")
     if declared is None:
@@ -319,8 +341,6 @@ def _string_rules(schema: Mapping[str, Any], path: str) -> Schema:
     if known:
         return {"format": form}
     if pattern is not None:
-        if not isinstance(pattern, str) or not pattern:
-            raise SchemaError(f"{path}.pattern", "it must be a regular expression")
         if why := patterns.why_not_matched(pattern):
             raise SchemaError(f"{path}.pattern", f"the pattern cannot be enforced: it {why}")
         return {"pattern": patterns.compiled(pattern)}
@@ -329,24 +349,3 @@ def _string_rules(schema: Mapping[str, Any], path: str) -> Schema:
             raise SchemaError(f"{path}.maxLength", "it is less than minLength")
         return {"pattern": patterns.of_length(least or 0, most)} if most != 0 else {"enum": [""]}
     return {}
-
-
-def _number_rules(kind: str, schema: Mapping[str, Any], path: str) -> Schema:
-    rules: Schema = {}
-    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
-        if keyword not in schema:
-            continue
-        value = schema[keyword]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise SchemaError(f"{path}.{keyword}", "it must be a number")
-        if keyword == "multipleOf" and (kind != "integer" or value != int(value) or value <= 0):
-            raise SchemaError(f"{path}.multipleOf", "multipleOf can be enforced of integers, for whole numbers, only")
-        if kind == "integer" and value != int(value):
-            keyword, value = {
-                "minimum": ("minimum", math.ceil(value)),
-                "exclusiveMinimum": ("minimum", math.ceil(value)),
-                "maximum": ("maximum", math.floor(value)),
-                "exclusiveMaximum": ("maximum", math.floor(value)),
-            }[keyword]
-        rules[keyword] = int(value) if value == int(value) else value
-    return rules

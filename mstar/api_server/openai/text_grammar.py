@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from mstar.api_server.errors import bad_request
+from mstar.api_server.grammar import patterns
 from mstar.api_server.grammar.call_formats import CallableTool, calls, text_with_calls
 from mstar.api_server.grammar.formats import Format, context_free, json_text, literal, one_of, regular
-from mstar.api_server.grammar.schema_rules import SchemaError
+from mstar.api_server.grammar.schema_error import SchemaError
 from mstar.api_server.openai.fields import GenerationFields
 from mstar.communication.messages import Grammar
 from mstar.model.base import Markers
@@ -77,11 +78,17 @@ def _guided(body: GenerationFields) -> Iterator[FormWish]:
             case "guided_json_object":
                 yield FormWish(field, lambda: json_text(JSON_OBJECT))
             case "guided_regex":
-                yield FormWish(field, lambda value=value: regular(value))
+                yield FormWish(field, lambda value=value: _regular(value))
             case "guided_choice":
                 yield FormWish(field, lambda value=value: one_of([literal(text) for text in dict.fromkeys(value)]))
             case _:
                 yield FormWish(field, lambda value=value: context_free(value))
+
+
+def _regular(pattern: str) -> Format:
+    if why := patterns.why_not_whole(pattern):
+        raise SchemaError("", f"the pattern cannot be enforced: it {why}")
+    return regular(pattern)
 
 
 def _schema_of(value: Any) -> Any:

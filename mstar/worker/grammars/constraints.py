@@ -16,6 +16,9 @@ TOKEN_LIMIT_NS = 250_000_000
 """Processor time that one token of one text may cost. A sound grammar takes a thousandth; the time of an ambiguous one
 grows with the text, and would stop everybody."""
 TOO_AMBIGUOUS = "the grammar is too ambiguous: what may follow this text takes too long to find"
+NOTHING_FITS = "the grammar leaves nothing that this text could go on with or end at"
+FAULTS_OF_GRAMMARS = frozenset({TOO_AMBIGUOUS, NOTHING_FITS})
+"""Of requests that fail with these the client's grammar is the reason."""
 
 
 class GrammarError(ValueError):
@@ -71,4 +74,7 @@ class Constraint:
             row[self._end_words] &= ~self._end_bits
             if not row.any():
                 row[self._end_words] = ends
+        if not row.any():
+            row.fill(-1)  # the row has failed; the sampler need not find out by itself
+            return NOTHING_FITS
         return TOO_AMBIGUOUS if time.thread_time_ns() - began > TOKEN_LIMIT_NS else ""

@@ -1,7 +1,9 @@
 """Which grammar a request asks for: schemas that can be enforced, tools, and the errors of those that cannot."""
 
+import contextlib
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ from support.constrained_texts import SCHEMAS
 
 from mstar.api_server.grammar import patterns
 from mstar.api_server.grammar.call_formats import CallableTool, calls, text_with_calls
-from mstar.api_server.grammar.schema_rules import SchemaError, enforceable
+from mstar.api_server.grammar.schema_error import SchemaError
+from mstar.api_server.grammar.schema_rules import enforceable
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "not": ({"properties": {"a": {"not": {}}}}, ".properties.a.not"),
@@ -31,6 +34,20 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {"allOf": [{"properties": {"a": {}}, "additionalProperties": False}, {"properties": {"b": {}}}]},
         ".allOf",
     ),
+    "no list of names": ({"allOf": [{"required": "a"}, {"required": ["b"]}]}, ".required"),
+    "no map of properties": ({"allOf": [{"properties": 1}, {"properties": {"a": {}}}]}, ".properties"),
+    "types that exclude each other": ({"allOf": [{"type": ["null"]}, {"type": ["number"]}]}, ".allOf"),
+    "branches of no form": ({"oneOf": [{"type": "object", "required": 1}, {"type": "object"}]}, ".required"),
+    "types of no form": ({"oneOf": [{"type": [{}]}, {"type": [[]]}]}, ".type"),
+    "format of no form": ({"type": "string", "format": {}}, ".format"),
+    "endless number": ({"type": "integer", "minimum": 10**400}, ".minimum"),
+    "no number between": ({"type": "number", "minimum": 1e-300, "maximum": 1e-299}, ""),
+    "many multiples": ({"type": "integer", "minimum": 0, "multipleOf": 10}, ".multipleOf"),
+    "large multiple": ({"type": "integer", "multipleOf": 10**6}, ".multipleOf"),
+    "look-around": ({"pattern": "^(?!a)[a-z]$"}, ".pattern"),
+    "long pattern": ({"pattern": "a" * 5000}, ".pattern"),
+    "anchor": ({"items": {"$ref": "#a"}, "$defs": {"b": {"$anchor": "a"}}}, ".items.$ref"),
+    "itself by a union": ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, ".$ref"),
     "fractions": ({"type": "number", "multipleOf": 0.5}, ".multipleOf"),
     "two rules of a string": ({"pattern": "^a+$", "maxLength": 3}, ""),
     "escaped pattern": ({"pattern": '^"$'}, ".pattern"),
@@ -75,6 +92,42 @@ def test_a_rewritten_schema_is_one_that_can_be_enforced(name: str):
     json.dumps(once)
     again = enforceable(once)
     assert again.keys() == once.keys() and again.get("type") == once.get("type")
+
+
+def test_what_a_client_sends_costs_the_front_process_little():
+    closing = {"type": "object", "properties": {"k": {"$ref": "#/$defs/a"}}, "required": ["k"]}
+    costly: list[Any] = [
+        {"oneOf": [{"const": index} for index in range(3000)]},
+        {"oneOf": [{"enum": list(range(9000))}, {"enum": list(range(9000, 18000))}]},
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": closing}},
+        {"properties": {f"p{index}": {"pattern": "[" * 4096} for index in range(100)}},
+        {"pattern": "\\" * 4096},
+    ]
+    began = time.process_time()
+    for schema in costly:
+        with contextlib.suppress(SchemaError):
+            enforceable(schema)
+    assert time.process_time() - began < 5  # minutes, where it grows with the square
+
+
+def test_numbers_are_kept_to_what_can_be_written():
+    assert enforceable({"type": "number", "minimum": 1e-7, "exclusiveMaximum": 0.12345678}) == {
+        "type": "number",
+        "minimum": 0.000001,
+        "exclusiveMaximum": 0.123456,
+    }
+    assert enforceable({"type": "integer", "exclusiveMinimum": 20, "maximum": 40, "multipleOf": 10}) == {
+        "enum": [30, 40]
+    }
+    assert enforceable({"allOf": [{"type": ["integer", "null"]}, {"type": "number"}]}) == {"type": "integer"}
+    assert enforceable({"enum": [1, True], "const": True}) == {"enum": [True]}
+
+
+def test_tools_whose_schema_leads_to_itself_are_refused():
+    parameters = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "properties": {"x": {"$ref": "#/$defs/a"}}}
+    with pytest.raises(SchemaError):
+        calls([CallableTool("f", parameters, strict=True)], most="any")
+    calls([CallableTool("f", parameters, strict=False)], most="any")
 
 
 PATTERNS = [

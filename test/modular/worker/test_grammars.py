@@ -67,12 +67,15 @@ def test_forms_other_than_json(texts: ConstrainedTexts):
     choice = texts.submit(instance, "choice", one_of([literal("yes\n"), literal('no "é"')]), temperature=2.0)
     pattern = texts.submit(instance, "pattern", regular("(ab|cd){2,4}x?[0-9]{2}"), temperature=2.0)
     grammar = texts.submit(instance, "ebnf", context_free('root ::= "(" root ")" | "." [ab]'), temperature=2.0)
+    bare = calls([CallableTool("f", {}, strict=True)], most="any")
+    called = texts.submit(instance, "called", bare, max_tokens=60)
     behind = texts.submit(instance, "behind", literal("done"), behind="z", temperature=2.0)
     run(instance)
     assert texts.text(choice) in ("yes\n", 'no "é"')
     assert re.fullmatch("(ab|cd){2,4}x?[0-9]{2}", texts.text(pattern))
     assert re.fullmatch(r"(\(*)\.[ab](\)*)", texts.text(grammar))
     assert texts.text(grammar).count("(") == texts.text(grammar).count(")")
+    assert texts.text(called).startswith("<tool_call>\n<function=f>\n</function>\n</tool_call>")
     free, _, constrained = texts.text(behind).partition("z")
     assert constrained.lstrip("\n") == "done" and "z" not in free and texts.ended(behind)
     instance.close()
@@ -189,8 +192,10 @@ def test_what_is_no_grammar_fails_its_request_alone(texts: ConstrainedTexts):
     instance = texts.instance(late=True)
     bad = texts.submit(instance, "bad", regular("[a-z"))
     worse = texts.submit(instance, "worse", context_free("root ::= missing"))
+    endless = texts.submit(instance, "endless", context_free("root ::= root"))
     good = texts.submit(instance, "good", literal("fine"))
     run(instance)
+    assert endless.failure is not None and "grammar" in endless.failure
     assert bad.failure is not None and "regex" in bad.failure.lower() and "/project" not in bad.failure
     assert worse.failure is not None and "missing" in worse.failure
     assert texts.text(good) == "fine" and not instance.held(0)
