@@ -70,13 +70,14 @@ def _guided(body: GenerationFields) -> Iterator[FormWish]:
     if (outputs := body.structured_outputs) is not None:
         guided.update({f"structured_outputs.{name.rstrip('_')}": value for name, value in outputs})
     for field, value in guided.items():
-        if value is None or value is False:
+        if value is None:
             continue
         match field.replace("structured_outputs.", "guided_"):
             case "guided_json":
                 yield FormWish(field, lambda value=value: json_text(_schema_of(value)))
             case "guided_json_object":
-                yield FormWish(field, lambda: json_text(JSON_OBJECT))
+                if value:
+                    yield FormWish(field, lambda: json_text(JSON_OBJECT))
             case "guided_regex":
                 yield FormWish(field, lambda value=value: _regular(value))
             case "guided_choice":

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import jsonschema_rs
 import numpy as np
 import openai
 import pytest
@@ -21,6 +22,7 @@ KEY = "sk-of-the-test"
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 STORY: Any = [{"role": "user", "content": "Tell me a story."}]
 COUNTING = "one two three four five six seven eight nine ten"
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +210,45 @@ def test_structured_output_is_valid_at_any_temperature(client: openai.OpenAI):
         wrong: Any = {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}
         client.responses.create(model=MODEL, input="x", text={"format": wrong})
     assert caught.value.param is not None and caught.value.param.startswith("text.format")
+
+
+def awkward_schemas() -> dict[str, tuple[Any, bool]]:
+    """Each with whether some text has such a form."""
+    deep: Any = {"type": "string"}
+    for _ in range(300):
+        deep = {"type": "object", "properties": {"a": deep}}
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+    pair = {"type": "array", "items": [{"type": "boolean"}, {"type": "null"}], "minItems": 2, "$schema": DRAFT_7}
+    words = "|".join(f"word{index}x[0-9]{{1,30}}" for index in range(500))
+    return {
+        "good": ({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}, True),
+        "deep": (deep, False),
+        "endless": ({"$ref": "#/$defs/node", "$defs": {"node": node}}, True),
+        "tuple": (pair, True),
+        "huge regex": ({"type": "string", "pattern": f"^({words})$"}, True),
+        "impossible": ({"type": "string", "pattern": "^a$b"}, False),
+        "nothing between": ({"type": "integer", "minimum": 5, "maximum": 3}, False),
+    }
+
+
+def test_awkward_schemas_are_valid_or_refused_and_nobody_else_notices(client: openai.OpenAI):
+    """C2."""
+    asked: Any = {"model": MODEL, "messages": STORY, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    alone = client.chat.completions.create(**asked, max_tokens=80).choices[0].message.content
+    stream = client.chat.completions.create(**asked, max_tokens=80, stream=True)
+    for name, (schema, is_possible) in awkward_schemas().items():
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        form: Any = {"model": MODEL, "messages": STORY, "response_format": wanted, "seed": 1, "max_tokens": 40}
+        if not is_possible:
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(**form)
+            assert caught.value.param == "response_format", name
+            continue
+        choice = client.chat.completions.create(**form).choices[0]
+        assert choice.finish_reason == ("length" if name == "endless" else "stop"), name
+        if choice.finish_reason == "stop":
+            assert jsonschema_rs.is_valid(schema, json.loads(choice.message.content or "")), name
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == alone
 
 
 def test_models(client: openai.OpenAI):
