@@ -34,7 +34,13 @@ MAX_PATTERN = 4096
 _PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{\d*,\d*\}\??|.", re.DOTALL)
 """Escapes, classes, ranges of repetitions and other characters; a class that is not closed takes the rest, so that this
 takes linear time."""
-_ESCAPED = re.compile(r'["\x00-\x1f]|\\[\\"nrtfv0]|\\x(?:[01].|22|5[cC])|\\u00(?:[01].|22|5[cC])')
+_CONTROL = r"(?:[\x00-\x1f]|\\[nrtfv0]|\\x[01].|\\u00[01].|\\u\{0*[01]?[0-9a-fA-F]\})"
+_QUOTE = r'(?:\\?"|\\\\|\\(?:x|u00|u\{0*)(?:22|5[cC])\}?)'
+_ESCAPED = re.compile(f"{_CONTROL}|{_QUOTE}", re.DOTALL)
+_ESCAPED_CLASS = re.compile(rf"\[(?:{_CONTROL}(?:-{_CONTROL})?|{_QUOTE})+\]", re.DOTALL)
+"""Of nothing else."""
+_KNOWN_ESCAPE = re.compile(r"\\(?:[^A-Za-z0-9]|[dDwWsSnrtfv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\})")
+"""Escapes that the compiler knows. It takes others, such as the anchor \\A, for their letter."""
 _GROUP = re.compile(r"\(\?(?!:|P?<[A-Za-z_])")
 
 
@@ -44,6 +50,8 @@ def why_not_matched(pattern: str) -> str:
         return f"has more than {MAX_PATTERN} characters"
     if found := _ESCAPED.search(_without_classes(pattern)):
         return f"asks for {found[0]!r}, which JSON escapes"
+    if found := next(filter(_ESCAPED_CLASS.fullmatch, _PIECES.findall(pattern)), None):
+        return f"asks for one of {found!r}, which JSON escapes"
     return why_not_whole(pattern)
 
 
@@ -54,6 +62,8 @@ def why_not_whole(pattern: str) -> str:
         return f"has {found[0] + outside[found.end() : found.end() + 1]!r}, which is no group"
     if {"^", "$"}.intersection(_PIECES.findall(without_anchors(pattern))):
         return "has ^ or $ in its middle"
+    if found := re.search(r"\\.?", _KNOWN_ESCAPE.sub("", pattern), re.DOTALL):
+        return f"has {found[0]!r}, which is no escape that can be enforced"
     return ""
 
 

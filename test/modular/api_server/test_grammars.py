@@ -51,6 +51,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fractions": ({"type": "number", "multipleOf": 0.5}, ".multipleOf"),
     "two rules of a string": ({"pattern": "^a+$", "maxLength": 3}, ""),
     "escaped pattern": ({"pattern": '^"$'}, ".pattern"),
+    "nothing but what JSON escapes": ({"pattern": r'^a["\t\x00-\x1f]+$'}, ".pattern"),
+    "escape without meaning": ({"pattern": r"^[a\Z]+$"}, ".pattern"),
     "anchored middle": ({"pattern": "a$|b"}, ".pattern"),
     "unknown standard format": ({"format": "regex", "type": "string"}, ".format"),
     "elsewhere": ({"$ref": "http://example.com/x"}, ".$ref"),
@@ -147,6 +149,18 @@ def test_a_pattern_written_for_the_compiler_means_the_same(pattern: str, words: 
     written = patterns.compiled(pattern)
     for word in [*words, "", "b", "v12", "x", "(", ")", "ac", "bc"]:
         assert bool(re.fullmatch(pattern, word)) == bool(re.fullmatch(written, word)), (written, word)
+
+
+@pytest.mark.parametrize("pattern", [r"a\Z", r"[\b]", r"\cA", r"[\xG0]", r"(a)\1", r"[\p{L}]", "a\\"])
+def test_escapes_that_the_compiler_takes_for_letters_are_refused(pattern: str):
+    assert "escape" in patterns.why_not_whole(pattern) and patterns.why_not_matched(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a\n]\d\.\-\/[^\\\"\x00-\x1f]", r"\x61\u0061\u{1F600}[\w.\]-]+", r"[\s\S]*[\t-z]"]
+)
+def test_escapes_that_can_be_enforced(pattern: str):
+    assert not patterns.why_not_whole(pattern) and not patterns.why_not_matched(pattern)
 
 
 def test_formats_are_patterns_of_valid_values():

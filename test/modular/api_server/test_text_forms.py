@@ -1,4 +1,4 @@
-"""Forms that a request asks its text to have: what is refused over HTTP, by field, and which grammar the worker gets."""
+"""Forms that a text is asked to have: what is refused over HTTP, by its field, and which grammar the worker gets."""
 
 import json
 from typing import Any
@@ -9,7 +9,12 @@ from support.running_front import RunningFront
 
 from mstar.communication.messages import Grammar
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 def schema_of(schema: Any, **wrapped: Any) -> dict[str, Any]:
