@@ -12,6 +12,7 @@ export class Chat {
     this.model = "";
     this.messages = [];
     this.running = null;
+    this.growing = null; // the answer that is streamed
     this.frame = null;
     this.isAtEnd = true;
     let top = 0;
@@ -79,6 +80,7 @@ export class Chat {
     const answer = new Answer((results) => this.answer(results, () => {}));
     const before = this.messages;
     const messages = [...before, ...further];
+    this.growing = answer;
     this.show(answer.element);
     this.working(new AbortController());
     const { signal } = this.running;
@@ -111,7 +113,7 @@ export class Chat {
     }
     this.messages = [...messages, answer.message()];
     answer.end(summary(reason, usage, times), reason === "tool_calls");
-    byId("spoken").textContent = answer.content || "The model has thought, or calls a function.";
+    byId("spoken").textContent = answer.body?.innerText || "The model has thought, or calls a function.";
     this.follow();
   }
 
@@ -141,10 +143,11 @@ export class Chat {
     this.follow();
   }
 
-  // Scrolls along, unless somebody has scrolled up to read: once a frame, however many chunks it has.
+  // Shows what came and scrolls along, unless somebody reads further up: once a frame, however many chunks it has.
   follow() {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
+      this.growing?.draw();
       if (this.isAtEnd) byId("messages").scrollTop = byId("messages").scrollHeight;
     });
   }

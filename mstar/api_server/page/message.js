@@ -1,6 +1,8 @@
-// One message on the page, and an answer that grows in it.
+// One message on the page, and an answer that grows in it: what the model writes is shown as Markdown.
 
+import { copyButton } from "./clipboard.js";
 import { el } from "./dom.js";
+import { Markdown } from "./markdown.js";
 
 export function showUser(text, media) {
   const pictures = media.map(({ url, kind, name }) =>
@@ -28,23 +30,30 @@ export class Answer {
 
   think(text) {
     if (!this.thought) {
-      this.thought = document.createTextNode("");
-      this.details = el("details", { class: "thought", open: true }, el("summary", {}, "Reasoning"),
-        el("div", { class: "text" }, this.thought));
+      const body = el("div", { class: "text" });
+      this.thought = new Markdown(body);
+      this.details = el("details", { class: "thought", open: true }, el("summary", {}, "Reasoning"), body);
       this.note.before(this.details);
     }
     this.reasoning += text;
-    this.thought.appendData(text);
+    this.thought.add(text);
   }
 
   say(text) {
     if (!this.said) {
       this.details?.removeAttribute("open");
-      this.said = document.createTextNode("");
-      this.note.before(el("div", { class: "text" }, this.said));
+      this.thought?.draw(true);
+      this.body = el("div", { class: "text" });
+      this.said = new Markdown(this.body);
+      this.note.before(this.body);
     }
     this.content += text;
-    this.said.appendData(text);
+    this.said.add(text);
+  }
+
+  // Shows what was added: once a frame is enough.
+  draw() {
+    if (this.element.hasAttribute("aria-busy")) (this.said ?? this.thought)?.draw();
   }
 
   call({ index, id, function: called }) {
@@ -80,7 +89,10 @@ export class Answer {
   // `asksForResults`: the answer is whole, and its calls can be answered.
   end(note, asksForResults) {
     this.element.removeAttribute("aria-busy");
+    this.thought?.draw(true);
+    this.said?.draw(true);
     this.note.textContent = note;
+    if (this.content) this.note.append(" ", copyButton("Copy", () => this.content));
     if (!asksForResults || !this.calls.length) return;
     const send = () => {
       button.remove();

@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.browser import browser, picture, playwright
+from support.browser import SCREENSHOTS, browser, picture, playwright
 from support.composite.deployment import PLACEMENTS, Composite
 from support.qwen3_5_front import build_qwen_spec, image_bytes, running_qwen
 from support.running_front import RunningFront
 
+from mstar.communication.host_tensors import to_numpy
 from mstar.config.schema import ServerConfig
 from mstar.graph.picture import picture as picture_of
 
@@ -26,6 +27,42 @@ READING = (650, 300)
 """A place over the messages."""
 UNWELL = {"error": {"message": "a worker is starting", "type": "server_error", "param": None, "code": "not_ready"}}
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** &amp;"
+
+ANSWER = """# Sorting
+
+Use `sorted` with a **key**, *not* a comparison; ~~cmp~~ is gone. See
+[the manual](https://docs.python.org/3/howto/sorting.html) or https://docs.python.org/3/.
+
+## Steps
+
+1. Write a key:
+   ```python
+   def by_age(people):
+       return sorted(people, key=lambda p: p.age)  # <stable>
+   ```
+2. Think of ties
+   - the order *before* is kept
+   - so sort twice:
+     1. by the lesser key
+     2. by the greater one
+3. Measure
+
+> Timsort is stable.
+>
+> > It is also **fast**.
+
+## Costs
+
+| case | comparisons | notes |
+|:-----|:-----------:|------:|
+| sorted already | `n - 1` | 1 |
+| random | n log n | 23 |
+
+That is all.
+
+***
+
+Anything else?"""
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +175,54 @@ def test_what_a_model_writes_stays_text(page: "playwright.Page", front: RunningF
     front.reply(f"{MARKUP}\n</think>\n\n{MARKUP}")
     ask(page, MARKUP)
     answer = last_answer(page)
-    assert answer.locator("> .text").inner_text() == MARKUP
-    assert page.locator(".message.user .text").inner_text() == MARKUP
+    shown = MARKUP.replace("*", "")
+    assert answer.locator("> .text").inner_text() == answer.locator(".thought .text").text_content() == shown
+    assert answer.locator("strong").all_text_contents() == ["bold", "bold"]
+    assert page.locator(".message.user .text").inner_text() == MARKUP, "what somebody asks is shown as it was written"
     assert page.locator("#messages img, #messages script, #messages b").count() == 0
+
+
+def test_markdown_is_shown_and_copied_as_it_was_written(page: "playwright.Page", front: RunningFront):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    front.reply(f"I *think*.\n</think>\n\n{ANSWER}")
+    ask(page, "How do I **sort**?")
+    answer = last_answer(page)
+    assert answer.locator(".thought em").text_content() == "think"
+    assert answer.locator("> .text > *").evaluate_all("all => all.map(one => one.localName)") == [
+        *("h4", "p", "h5", "ol", "blockquote", "h5", "div", "p", "hr", "p")
+    ]
+    page.set_viewport_size({"width": 1360, "height": 1250})
+    for theme in ("light", "dark"):
+        page.select_option("#theme", theme)
+        page.wait_for_timeout(600 if SCREENSHOTS else 0)
+        picture(page, f"markdown_{theme}")
+    page.set_viewport_size({"width": 390, "height": 780})
+    page.click("#show-live")
+    page.click("#show-settings")
+    assert page.evaluate("messages.scrollWidth <= messages.clientWidth"), "what is wide scrolls in itself"
+    assert answer.locator("pre").evaluate("code => code.scrollWidth > code.clientWidth")
+    picture(page, "markdown_small")
+    pasted = "navigator.clipboard.readText()"
+    answer.locator("figure .copy").first.click()
+    until(page, "document.querySelector('figure .copy').textContent == 'Copied'")
+    assert page.evaluate(pasted) == "def by_age(people):\n    return sorted(people, key=lambda p: p.age)  # <stable>"
+    answer.locator("> .note .copy").click()
+    until(page, "document.querySelector('.note .copy').textContent == 'Copied'")
+    assert page.evaluate(pasted) == ANSWER
+    # Over plain http a browser has no clipboard for pages.
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    until(page, "document.querySelector('.note .copy').textContent == 'Copy'")
+    page.evaluate("addEventListener('copy', () => (window.copied = String(document.activeElement.value)))")
+    answer.locator("> .note .copy").click()
+    assert page.evaluate("window.copied") == ANSWER
+    length = len(front.openings())
+    front.reply("</think>\n\nYes.")
+    ask(page, "Sure?")
+    front.wait_until(lambda: len(front.openings()) > length)
+    ids = front.openings()[-1].prompt_ids
+    assert ids is not None and ANSWER in front.tokenizer.decode(to_numpy(ids).tolist()), (
+        "the model is given what it wrote"
+    )
 
 
 def test_settings_are_made_from_the_schema_and_sent(page: "playwright.Page", front: RunningFront):
