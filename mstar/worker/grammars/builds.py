@@ -67,14 +67,15 @@ class Built(NamedTuple):
 
 
 class _Job:
-    """`began_s`: when its compilation began; 0 before. Guarded by the lock of the builds."""
+    """`began_s`: when its compilation began; 0 before. `is_taken`: by the thread. `is_dropped`: the thread shall not
+    take it. `is_lost`: it took too long. Guarded by the lock of the builds."""
 
-    __slots__ = ("began_s", "is_lost", "key")
+    __slots__ = ("began_s", "is_dropped", "is_lost", "is_taken", "key")
 
     def __init__(self, key: GrammarKey) -> None:
         self.key = key
         self.began_s = 0.0
-        self.is_lost = False
+        self.is_taken = self.is_dropped = self.is_lost = False
 
 
 class GrammarBuilds:
@@ -99,6 +100,8 @@ class GrammarBuilds:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._under_way: dict[GrammarKey, _Job] = {}
         self._done: deque[Built] = deque()
+        self._late: deque[Built] = deque()
+        """Of lost threads."""
         self._lock = threading.Lock()
         self._running: _Job | None = None
         self._thread: threading.Thread | None = None
@@ -106,6 +109,7 @@ class GrammarBuilds:
 
     def find(self, key: GrammarKey) -> Compiled | None:
         """One that was compiled before."""
+        self._keep_late()
         compiled = self._kept.get(key)
         if compiled is not None:
             self._kept.move_to_end(key)
@@ -126,10 +130,21 @@ class GrammarBuilds:
                 self._start_thread()
             self._jobs.put(job)
 
+    def cancel(self, key: GrammarKey) -> None:
+        """Nobody waits for it any more: it is not compiled, if that has not begun."""
+        job = self._under_way.get(key)
+        if job is None:
+            return
+        with self._lock:
+            job.is_dropped = not job.is_taken
+        if job.is_dropped:
+            del self._under_way[key]
+
     def take(self) -> list[Built]:
         """Grammars whose compilation has ended since the last call, or takes too long."""
         self.wakeup.clear()
         self._give_up_overdue()
+        self._keep_late()
         built = [self._done.popleft() for _ in range(len(self._done))]
         for one in built:
             self._under_way.pop(one.key, None)
@@ -162,6 +177,13 @@ class GrammarBuilds:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.num_bytes
 
+    def _keep_late(self) -> None:
+        """What took too long, perhaps because the machine was busy, is there for those that ask again."""
+        for _ in range(len(self._late)):
+            key, compiled, _, _ = self._late.popleft()
+            if compiled is not None:
+                self._keep(key, compiled)
+
     def _give_up_overdue(self) -> None:
         with self._lock:
             job = self._running
@@ -188,10 +210,14 @@ class GrammarBuilds:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._running = job
+            with self._lock:
+                if job.is_dropped:
+                    continue
+                job.is_taken, self._running = True, job
             built = self._build(job)
             with self._lock:
                 if job.is_lost:
+                    self._late.append(built)
                     return
                 self._running = None
             self._end(built)

@@ -67,8 +67,9 @@ class ConstrainedRows:
         for key, requests in list(self._waiting.items()):
             if request in requests:
                 requests.remove(request)
-                if not requests:
+                if not requests and self._builds is not None:
                     del self._waiting[key]
+                    self._builds.cancel(key)
 
     @property
     def has_news(self) -> bool:

@@ -31,6 +31,8 @@ class Stub:
         self.compiled.append(form)
         if form.startswith("stuck"):
             self.release.wait(20)
+        if form == "stuck 7":
+            form = "7"
         if form == "broken":
             raise OSError("a bug")
         if not form.isdigit():
@@ -96,6 +98,34 @@ def test_a_compiler_that_cannot_be_loaded_says_why():
 
     builds = GrammarBuilds(load)
     assert ask(builds, "1")[1:] == (None, "no tokenizer", 400)
+    builds.close()
+
+
+def test_what_comes_too_late_is_kept_for_those_that_ask_again(stub: Stub):
+    builds = GrammarBuilds(lambda: stub, timeout_s=0.05)
+    key = GrammarKey("stuck 7", "")
+    assert ask(builds, "stuck 7").code == 400 and builds.find(key) is None
+    stub.release.set()
+    ends = time.monotonic() + 10
+    while builds.find(key) is None and time.monotonic() < ends:
+        time.sleep(0.002)
+    assert builds.find(key) == Sized(7)
+    builds.close()
+
+
+def test_what_nobody_waits_for_is_not_compiled(stub: Stub):
+    builds = GrammarBuilds(lambda: stub)
+    for form in ("stuck", "1", "2", "3"):
+        builds.start(GrammarKey(form, ""))
+    while not stub.compiled:
+        time.sleep(0.002)
+    for form in ("stuck", "1", "2", "3", "4"):
+        builds.cancel(GrammarKey(form, ""))
+    builds.start(GrammarKey("2", ""))  # somebody does again
+    stub.release.set()
+    assert ask(builds, "5").compiled == Sized(5)
+    assert stub.compiled == ["stuck", "2", "5"] and builds.find(GrammarKey("2", "")) == Sized(2)
+    assert builds.wait_s is None
     builds.close()
 
 
