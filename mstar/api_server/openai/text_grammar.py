@@ -106,8 +106,8 @@ def _built(wish: FormWish) -> Format:
     try:
         return wish.build()
     except SchemaError as error:
-        place = error.path.lstrip(".") or "the schema"
-        raise bad_request(f"{wish.field}: {place}: {error}", wish.field) from None
+        place = f"{error.path.lstrip('.')}: " if error.path else ""
+        raise bad_request(f"{wish.field}: {place}{error}", wish.field) from None
 
 
 def _grammar(form: Format, field: str, behind: str) -> Grammar:
