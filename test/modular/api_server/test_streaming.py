@@ -1,10 +1,12 @@
 """Text over HTTP, streamed and not: assembly, stop strings, finish reasons, usage, chunk order (families A and B17)."""
 
 import itertools
+import json
 import random
+import socket
 
 import pytest
-from support.running_front import RunningFront
+from support.running_front import MODEL, RunningFront
 
 from mstar.communication.messages import OpenRequest
 
@@ -74,6 +76,25 @@ def test_chunks_come_in_openais_order(front: RunningFront):
     stream = front.stream(ROUTES[1], n=3, **LONG)
     assert [stream.reasons(choice) for choice in range(3)] == [["stop"]] * 3
     assert stream.chunks[0]["object"] == "text_completion" and stream.chunks[0]["id"].startswith("cmpl-")
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ["never this"]}], ids=["written at once", "held"])
+def test_tokens_of_one_pass_share_a_chunk(front: RunningFront, fields: dict):
+    """Chunks of HTTP, told from the bytes: eight choices whose tokens come together are one write, not eight."""
+    num_choices, num_tokens = 8, len(front.tokenizer.encode(REPLY).ids) + 1
+    body = json.dumps({"model": MODEL, "prompt": "hi", "n": num_choices, "max_tokens": 200, "stream": True, **fields})
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    with socket.create_connection((front.http.base_url.host, front.http.base_url.port), timeout=30) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        received = b"".join(iter(lambda: connection.recv(65536), b""))
+    rest, chunks = received.partition(b"\r\n\r\n")[2], []
+    while (size := int(rest.partition(b"\r\n")[0], 16)) > 0:
+        begin = rest.index(b"\r\n") + 2
+        chunks.append(rest[begin : begin + size])
+        rest = rest[begin + size + 2 :]
+    num_events = sum(chunk.count(b"data: ") for chunk in chunks)
+    assert num_events > num_choices * num_tokens // 2 and chunks[-1].endswith(b"data: [DONE]\n\n")
+    assert len(chunks) <= num_tokens + 2
 
 
 @pytest.mark.parametrize("n", [1, 2])
