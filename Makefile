@@ -18,12 +18,12 @@ $(RUNTIME): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "Could not create $(VENV). Python 3.11 or newer with its venv module is needed (Debian: apt-get install python3-venv)."; exit 1; }
 	@echo "Installing mstar and what it needs into $(VENV) (a few minutes the first time) ..."
-	$(PIP) install --quiet -c constraints.txt -e .
+	@$(PIP) install --quiet -c constraints.txt -e .
 	@touch $@
 
 $(DEV): $(RUNTIME)
 	@echo "Installing the test and documentation tools ..."
-	$(PIP) install --quiet -c constraints.txt -e '.[test,docs]'
+	@$(PIP) install --quiet -c constraints.txt -e '.[test,docs]'
 	@touch $@
 
 install: $(DEV)              ## everything a developer needs, into .venv

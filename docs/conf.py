@@ -16,4 +16,6 @@ html_theme = "furo"
 html_title = f"M* {release}"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_theme_options = {"navigation_with_keys": True}

@@ -24,8 +24,24 @@ Target = Annotated[
     typer.Argument(help="A YAML file, a shipped configuration (smollm2), a checkpoint, or nothing for the default."),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. server.port=8080.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, e.g. server.port=8080. May be repeated."),
 ]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(mstar.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """What comes before a command."""
 
 
 @app.command()

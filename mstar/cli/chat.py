@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mstar.cli.errors import show_error
-from mstar.client import Client, ClientError, ReasoningEvent, TextEvent
+from mstar.client import Client, ClientError, NoAnswerError, ReasoningEvent, TextEvent
 
 STEERING = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """Control characters, for `str.translate`: what a model writes does not steer the terminal."""
@@ -22,8 +22,11 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
     with Client(url, api_key=api_key, timeout_s=None) as client:
         try:
             name = client.served_model()
+        except NoAnswerError as error:
+            show_error(console, f"no server answers at {url}: {str(error.__cause__) or error}")
+            return 1
         except ClientError as error:
-            show_error(console, f"no server answers at {url}: {error}")
+            show_error(console, f"{url}: {error}")
             return 1
         greeting = f"{name} at {url}; /reset starts over, /exit ends"
         console.print(greeting, style="dim", markup=False, highlight=False, soft_wrap=True)
@@ -39,6 +42,9 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
                 messages = list(opening)
                 continue
             if not line:
+                continue
+            if line.startswith("/") and line[1:].isalpha():
+                show_error(console, f"there is no {line}; /reset starts over, /exit ends")
                 continue
             messages.append({"role": "user", "content": line})
             answer, was_reasoning = "", False

@@ -68,6 +68,12 @@ def test_answers_are_shown_as_they_are(front: RunningFront):
     assert rest == f"you: {REPLY}\nyou: "
 
 
+def test_a_command_that_there_is_not_is_no_question(front: RunningFront):
+    result = chat(front, "/help", "/usr/bin is full")
+    assert "there is no /help; /reset starts over" in result.stdout
+    assert prompt(front) == rendered(("user", "/usr/bin is full"))
+
+
 def test_a_conversation_grows_until_it_is_reset(front: RunningFront):
     front.reply("yes")
     options = ("--api-key", KEY, "--system", "Be brief.", "--temperature", 0.25)
@@ -125,6 +131,7 @@ def test_a_wrong_key_is_what_it_says(front: RunningFront):
     result = chat(front, "hi", options=())
     assert result.exit_code == 1
     assert "API key" in result.stdout
+    assert "no server answers" not in result.stdout
     assert "Traceback" not in result.output
 
 

@@ -19,7 +19,7 @@ def groups(placement: str) -> list[dict]:
 
 
 def test_version_and_help():
-    assert command("version").stdout == f"{mstar.__version__}\n"
+    assert command("version").stdout == command("--version").stdout == f"{mstar.__version__}\n"
     assert "Start the server" in command("--help").stdout
     assert "Usage: mstar bench [OPTIONS]" in command("bench", "--help").stdout
 

@@ -448,7 +448,7 @@ def test_with_the_keyboard_alone(page: "playwright.Page", front: RunningFront):
     assert unnamed == []
 
 
-def test_colours_and_small_windows(page: "playwright.Page"):
+def test_colours_and_small_windows(page: "playwright.Page", front: RunningFront):
     back = "getComputedStyle(document.body).backgroundColor"
     page.select_option("#theme", "light")
     light = page.evaluate(back)
@@ -465,6 +465,11 @@ def test_colours_and_small_windows(page: "playwright.Page"):
     page.wait_for_selector("#controls input", state="attached")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     until(page, "document.querySelector('#state').textContent == 'idle'")
+    assert page.locator("header").evaluate("header => header.clientHeight") < 60, "one row"
+    front.reply("</think>\n\n" + "hi\n\n" * 60)
+    ask(page, "Talk.")
+    last_answer(page)
+    assert page.locator("#send").evaluate("send => send.getBoundingClientRect().bottom <= innerHeight")
     picture(page, "small")
 
 
