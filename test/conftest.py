@@ -1,6 +1,7 @@
 """Settings every test shares. Thread counts are pinned before torch can be imported, here and for child processes:
 the suite has to behave on two cores as it does on sixty-four."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -28,3 +29,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(2 if item.get_closest_marker("both_cores") else 1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """A command that ran in this process has set up the log of its own, on a stream that ends with the test."""
+    root = logging.getLogger()
+    root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
