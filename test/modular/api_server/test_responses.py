@@ -179,6 +179,7 @@ def test_sampling_fields_reach_the_worker(front: RunningFront):
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"conversation": "c"}, "conversation"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),

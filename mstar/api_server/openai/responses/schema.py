@@ -204,7 +204,14 @@ class ResponseRequest(GenerationFields):
     include: Annotated[list[Included], Field(max_length=MAX_PAIRS), FIRST] | None = None
     text: TextSettings | None = None
     tools: Annotated[Annotated[list[FunctionTool], FIRST] | None, at_most(MAX_TOOLS, "tools")] = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("a word")]
+            | Annotated[FunctionChoice, Tag("a function")],
+            Discriminator(lambda choice: "a function" if isinstance(choice, dict | FunctionChoice) else "a word"),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
