@@ -36,3 +36,4 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     """A command that ran in this process has set up the log of its own, on a stream that ends with the test."""
     root = logging.getLogger()
     root.handlers[:] = [handler for handler in root.handlers if type(handler) is not logging.StreamHandler]
+    root.setLevel(logging.WARNING)
