@@ -13,7 +13,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_MULTIPLE = 8
@@ -28,6 +27,9 @@ def segment_attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Seq
     none (their results are undefined, and reach nobody).
     """
     if q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[2] % _FLASH_MULTIPLE == 0:
+        # Here, because it brings torch's compiler and Triton along, which a worker on a CPU does without.
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
+
         longest = q.shape[0] if lengths is None else max(lengths)
         out = varlen_attn(q, k, v, starts, starts, longest, longest)
         assert isinstance(out, Tensor)  # a pair only where more is asked for

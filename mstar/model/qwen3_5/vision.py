@@ -152,7 +152,9 @@ class VisionTower(nn.Module):
         self.config = c
         self.dtype = dtype
         self.patch_embed = PatchEmbedding(c, dtype=dtype, device=device)
-        self.pos_embed = nn.Embedding(c.grid_side**2, c.hidden_size, dtype=dtype, device=device).requires_grad_(False)
+        # Frozen, and not drawn at random first: on the meta device that loads torch's compiler.
+        table = torch.empty(c.grid_side**2, c.hidden_size, dtype=dtype, device=device)
+        self.pos_embed = nn.Embedding.from_pretrained(table)
         blocks = (VisionBlock(c, dtype=dtype, device=device) for _ in range(c.depth))
         self.blocks = cast("Sequence[VisionBlock]", nn.ModuleList(blocks))
         self.merger = PatchMerger(c, dtype=dtype, device=device)

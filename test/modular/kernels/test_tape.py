@@ -207,6 +207,7 @@ def test_other_threads_stay_off_the_tape(compiled: str) -> None:
 
 ALONE = """
 import sys, torch
+import mstar.model.llama.submodules, mstar.model.qwen3_5.submodules
 from mstar.kernels.tape import Recording, Tape
 tape = Tape(lambda program: None)
 with Recording(tape), torch.inference_mode():
@@ -215,7 +216,7 @@ print(sorted({"torch._dynamo", "sympy", "triton"} & sys.modules.keys()))
 """
 
 
-def test_recording_loads_no_compiler():
+def test_models_and_recording_load_no_compiler():
     """It takes seconds, in every worker that starts."""
     run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
     assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
