@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -23,8 +22,8 @@ from mstar.api_server.openai.responses import route as responses
 from mstar.api_server.openapi import build_openapi
 from mstar.api_server.page import routes as page
 from mstar.conductor.events import Failure, RefusedError
+from mstar.process_log import REQUEST
 
-logger = logging.getLogger(__name__)
 ROUTERS = (
     completions.router,
     responses.router,
@@ -71,11 +70,9 @@ def _openapi(app: FastAPI, front: FrontState) -> dict[str, Any]:
 
 async def _on_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
-    failure = error.failure
-    level = logging.WARNING if failure.status >= 500 else logging.INFO
-    path, request_id = request.url.path, request_id_of(request)
-    logger.log(level, "%s %s %s: %d %s", request_id, request.method, path, failure.status, failure.message)
-    return error_response(failure)
+    if (noted := REQUEST.get()) is not None:
+        noted["error"] = error.failure.message
+    return error_response(error.failure)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

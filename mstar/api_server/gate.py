@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -68,6 +69,7 @@ class Gate:
 
         try:
             if failure := self._refusal(scope, headers):
+                noted["error"] = failure.message
                 await error_response(failure)(scope, receive, send_with_id)
                 return
             inner = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
@@ -130,12 +132,15 @@ def _is_among(digest: bytes, known: Sequence[bytes]) -> bool:
 
 def _log(scope: Scope, status: int, took_s: float, noted: dict[str, Any]) -> None:
     """One line for each request; probes and scrapers come too often to be of interest. A stream's status is that of its
-    beginning, `outcome` says how it ended."""
+    beginning, `outcome` says how it ended; `error` why it was refused."""
     level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+    if "error" in noted and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        level = logging.WARNING
     if not logger.isEnabledFor(level):
         return
     fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(took_s, 4), **noted}
     words = f", {noted['prompt_tokens']} + {noted['outputs']} tokens, {noted['outcome']}" if "outcome" in noted else ""
+    words += f": {noted['error']}" if "error" in noted else ""
     logger.log(
         level,
         "%s %s %s: %d in %.3f s%s",

@@ -297,3 +297,5 @@ def test_each_request_has_a_line_in_the_log(tmp_path: Path):
         assert mine["outputs"] == 2 * flows["outputs"] == 2 * len(reply(None))
         assert 0 < flows["first_output_s"] <= flows["seconds"] < 10
         assert wrong["status"] == 404 and "outcome" not in wrong
+        assert wrong["error"].startswith("The model 'no' does not exist")
+        assert sum("wrong" in line for line in front.log().splitlines()) == 1
