@@ -132,9 +132,14 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontChild]:
 
 def test_an_idle_front_rests(healthy: FrontChild):
     assert healthy.http.post(CHAT, json=BODY).status_code == 200
-    before = healthy.cpu_s()
-    time.sleep(2)
-    assert healthy.cpu_s() - before <= 0.02, "1 % of a core, and the clock ticks every 10 ms"
+    used = []
+    for _ in range(3):  # the first may begin with what the request left to do
+        before = healthy.cpu_s()
+        time.sleep(2)
+        used.append(healthy.cpu_s() - before)
+        if used[-1] <= 0.02:  # 1 % of a core, and the clock ticks every 10 ms
+            return
+    raise AssertionError(f"seconds of CPU in two seconds each: {used}")
 
 
 GET = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
