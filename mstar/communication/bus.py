@@ -234,5 +234,5 @@ class ZmqBus(Generic[M]):
         socket.rcvhwm = 0
         socket.linger = 0
         socket.reconnect_ivl = 20
-        socket.reconnect_ivl_max = 1000
+        socket.reconnect_ivl_max = 100
         return socket

@@ -142,11 +142,7 @@ class Supervisor:
             supervisor_address=self._address,
             parent_pid=os.getpid(),
             facts=self._deployment.facts,
-            peers=tuple(
-                PeerAddress(other.rank, other.incarnation, self._address_of(other))
-                for other in self._posts()
-                if other is not post and other.child is not None
-            ),
+            peers=self._peers_of(post),
             listen_fd=self._listener.fileno() if is_front else None,
             log_level=envs.LOG_LEVEL.get(),
             log_format=self._deployment.config.server.log_format,
@@ -154,6 +150,23 @@ class Supervisor:
         post.child = start_child(spec)
         self._bus.connect(peer_name(post.rank), spec.address)
         self._tell_others(post, PeerUp(post.rank, post.incarnation, spec.address))
+
+    def _peers_of(self, post: _Post) -> tuple[PeerAddress, ...]:
+        """Processes that run, and for a worker also those that are started behind it: a message that tells of them
+        might come after the first request."""
+        others = [other for other in self._posts() if other is not post]
+        running = [
+            PeerAddress(other.rank, other.incarnation, self._address_of(other))
+            for other in others
+            if other.child is not None
+        ]
+        if post is self._front:
+            return tuple(running)
+        return *running, *(
+            PeerAddress(other.rank, 0, self._instance.address(peer_name(other.rank), 0))
+            for other in others
+            if other.incarnation < 0
+        )
 
     def _address_of(self, post: _Post) -> str:
         return self._instance.address(peer_name(post.rank), post.incarnation)
