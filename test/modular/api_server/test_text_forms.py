@@ -98,5 +98,7 @@ def test_only_one_field_says_what_the_text_is(front: RunningFront):
     assert refused(front, guided_regex="a", guided_choice=["a"])["param"] == "guided_choice"
     assert refused(front, guided_regex="a", response_format={"type": "json_object"})["param"] == "response_format"
     assert refused(front, structured_outputs={"json": {}, "regex": "a"})["param"] == "structured_outputs.regex"
-    assert grammar(front, guided_regex="a", response_format={"type": "text"}, guided_json=None) is not None
+    alone = grammar(front, guided_regex="a", response_format={"type": "text"}, guided_json=None)
+    assert alone is not None
+    assert (alone.field, json.loads(alone.format)) == ("guided_regex", {"type": "regex", "pattern": "a"})
     assert grammar(front, structured_outputs={"json_object": False}) is None
