@@ -6,13 +6,17 @@ import re
 import signal
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.server import running
 from support.slow_llama import CARD_NAME, write_slow_llama
 
 from mstar.communication.messages import Ready
-from mstar.launch.supervisor import LONGEST_BACKOFF_S, STABLE_S, _Post
+from mstar.launch import supervisor as supervisor_module
+from mstar.launch.children import ChildSpec
+from mstar.launch.supervisor import LONGEST_BACKOFF_S, STABLE_S, Supervisor, _Post
 
 READY = Ready(rank=0, incarnation=0, max_total_tokens=0)
 
@@ -68,3 +72,34 @@ def test_a_worker_lost_while_the_server_drains_fails_its_requests_at_once(tmp_pa
         r"E mstar: worker 0 .*; the server ends, so it is not started again",
     ):
         assert re.search(rf"^\d\d:\d\d:\d\d {line}$", said, re.MULTILINE), said
+
+
+def test_a_worker_is_told_of_all_others_when_it_starts(monkeypatch: pytest.MonkeyPatch):
+    specs: list[ChildSpec] = []
+
+    def start_child(spec: ChildSpec) -> Any:
+        specs.append(spec)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(supervisor_module, "start_child", start_child)
+    config = SimpleNamespace(num_workers=3, server=SimpleNamespace(log_format="text"))
+    deployment: Any = SimpleNamespace(config=config, facts=None)
+    listener: Any = SimpleNamespace(fileno=lambda: 0)
+    made = Supervisor(deployment, listener)
+    try:
+        for post in made._posts():
+            made._spawn(post)
+        address = {spec.rank: spec.address for spec in specs}
+        for spec in specs[1:]:
+            assert {peer.rank: peer.address for peer in spec.peers} == {
+                rank: place for rank, place in address.items() if rank != spec.rank
+            }
+            assert {peer.incarnation for peer in spec.peers} == {0}
+        made._workers[1].child = None  # it has ended and is not started yet
+        made._spawn(made._workers[0])
+        assert {peer.rank for peer in specs[-1].peers} == {-1, 2}
+    finally:
+        for post in made._posts():
+            post.child = None
+        made._bus.close()
+        made._instance.close()
