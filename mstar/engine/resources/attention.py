@@ -126,7 +126,7 @@ class Attention(Resource[AttentionStep]):
         return self._numbers[:size]
 
     def capturable(self, plan: AttentionFacts, captured: AttentionFacts) -> bool:
-        return self.backend.caps().capturable and plan.causal == captured.causal
+        return self.backend.capturable and plan.causal == captured.causal
 
     def narrow(self, plan: AttentionFacts, begin: int, end: int) -> AttentionFacts:
         table, lens, starts, single = plan.rows

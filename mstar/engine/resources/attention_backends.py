@@ -1,7 +1,7 @@
 """Attention backends: who computes attention over a paged cache. Which one a resource gets: `attention_choice`.
 
 A backend keeps no request's state; its methods run on the executor, on tensors that the attention resource hands in.
-Adding one: implement `AttentionBackend`, put it into `BACKENDS` and into a preference list.
+Adding one: implement `AttentionBackend`, and put it into the lists of `attention_choice`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.layer_handles import RotaryHandle
+from mstar.engine.resources.backend_choice import why_elsewhere
 from mstar.engine.resources.paged_kv import LayerPages
 from mstar.kernels import ops, reference
 from mstar.kernels.fused_norms import HeadNorms
@@ -29,13 +30,6 @@ class AttentionNeed:
     num_kv_heads: int
     head_dim: int
     page_size: int
-
-
-class AttentionCaps(NamedTuple):
-    """`mixes_rows`: decode and prefill rows in one call. `capturable`: launches depend on the bucket only."""
-
-    mixes_rows: bool
-    capturable: bool
 
 
 class HostRows(NamedTuple):
@@ -69,12 +63,12 @@ class AttentionBackend(Protocol):
     columns of a wider projection."""
 
     name: str
+    capturable: bool
+    """Launches depend on the bucket only."""
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
-
-    def caps(self) -> AttentionCaps: ...
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         """The backend of one resource: one that keeps something between `plan` and `attend` is not shared."""
@@ -107,12 +101,10 @@ class TorchReference:
     debugging session should serve with it."""
 
     name = "torch_ref"
+    capturable = False
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
         return None
-
-    def caps(self) -> AttentionCaps:
-        return AttentionCaps(mixes_rows=True, capturable=False)
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return self
@@ -148,15 +140,14 @@ class PagedKernels:
     """The operations of `mstar.kernels.ops`, compiled for the one type of device where that is possible, plain torch
     otherwise."""
 
+    capturable = True
+
     def __init__(self, name: str, device_type: str) -> None:
         self.name = name
         self._device_type = device_type
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
         return why_elsewhere(self._device_type, need.device_type)
-
-    def caps(self) -> AttentionCaps:
-        return AttentionCaps(mixes_rows=True, capturable=True)
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return self
@@ -173,45 +164,21 @@ class PagedKernels:
         meta: AttentionMeta,
         norms: HeadNorms | None = None,
     ) -> None:
-        write_by_ops(qkv, num_heads, pages, rotary, meta, norms)
+        if rotary is not None:
+            ops.rope_write_kv(
+                qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes,
+                norms,
+            )  # fmt: skip
+            return
+        if norms is not None:
+            ops.norm_heads(qkv, norms, num_heads, *pages.k.shape[2:])
+        k, v = _keys_and_values(qkv, *pages.k.shape[2:])
+        ops.write_kv(k, v, pages.k, pages.v, meta.slots)
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
-        attend_by_ops(q, pages, meta, out)
-
-
-def why_elsewhere(device_type: str, needed: str) -> str | None:
-    """What keeps kernels for one type of device from another."""
-    if device_type == needed:
-        return None
-    kind = "a CPU" if device_type == "cpu" else "an accelerator"
-    return f"runs on {kind}, not on {needed}"
-
-
-def write_by_ops(
-    qkv: Tensor,
-    num_heads: int,
-    pages: LayerPages,
-    rotary: RotaryHandle | None,
-    meta: AttentionMeta,
-    norms: HeadNorms | None = None,
-) -> None:
-    """`AttentionBackend.write_kv` by the operations of `mstar.kernels.ops`."""
-    if rotary is not None:
-        ops.rope_write_kv(
-            qkv, rotary.positions, rotary.cos, rotary.sin, meta.slots, pages.k, pages.v, num_heads, rotary.axes, norms
+        ops.paged_attend(
+            q, pages.k, pages.v, meta.block_table, meta.kv_lens, meta.q_starts, meta.scale, out=out, causal=meta.causal
         )
-        return
-    if norms is not None:
-        ops.norm_heads(qkv, norms, num_heads, *pages.k.shape[2:])
-    k, v = _keys_and_values(qkv, *pages.k.shape[2:])
-    ops.write_kv(k, v, pages.k, pages.v, meta.slots)
-
-
-def attend_by_ops(q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
-    """`AttentionBackend.attend` by the operations of `mstar.kernels.ops`."""
-    ops.paged_attend(
-        q, pages.k, pages.v, meta.block_table, meta.kv_lens, meta.q_starts, meta.scale, out=out, causal=meta.causal
-    )
 
 
 def _keys_and_values(qkv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """`FlaLinearAttention`: steps with prompts by the chunk kernels of flash-linear-attention, behind a kernel that makes
-what they take and over states taken from their slots and put back; steps of single tokens by the operation of
-`mstar.kernels.ops`, which is one kernel over the slots.
+what they take and over states taken from their slots and put back; steps of single tokens as `GatedDeltaKernels`, by
+one kernel over the slots.
 
 Executor. Must not wait for the device. The library's entries for models are left out: for short prompts what they do on
 the host takes longer than the kernels. It remembers what it derives from a tensor of row borders by the tensor's
@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from mstar.engine.layer_handles import GatedDeltaWeights
-from mstar.engine.resources.attention_backends import why_elsewhere
 from mstar.engine.resources.linear_attention_backends import (
+    GatedDeltaKernels,
     LayerStates,
     LinearAttentionMeta,
     LinearAttentionNeed,
-    mix_by_ops,
 )
 from mstar.engine.resources.state_slots import SINK_SLOT
 from mstar.kernels import ops
@@ -59,14 +58,14 @@ class _Kernels(NamedTuple):
     results: Callable[..., Any]
 
 
-class FlaLinearAttention:
+class FlaLinearAttention(GatedDeltaKernels):
     """See the module docstring."""
 
-    name = "fla"
-    capturable = True
+    def __init__(self) -> None:
+        super().__init__("fla", "cuda")
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
-        if (elsewhere := why_elsewhere("cuda", need.device_type)) is not None:
+        if (elsewhere := super().why_unavailable(need)) is not None:
             return elsewhere
         if need.dtype is not torch.bfloat16:
             return f"computes in bfloat16, not in {need.dtype}"
@@ -94,7 +93,7 @@ class FlaLinearAttention:
         norm: GatedNorm | None = None,
     ) -> None:
         if meta.single:
-            mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out, norm)
+            super().mix(qkv, b, a, weights, states, key_heads, meta, out, norm)
             return
         kernels, prompts = _kernels(), meta.derived
         assert isinstance(prompts, _Prompts), "a step begins before its layers mix"

@@ -1,5 +1,5 @@
 """`FlashInferAttention`: steps with prompts by FlashInfer's paged prefill kernels, planned on the host from host
-integers; steps of single tokens, and captured ones, by the operations of `mstar.kernels.ops`, which need no plan.
+integers; steps of single tokens, and captured ones, as `PagedKernels`, which need no plan.
 
 Executor. Must not wait for the device, nor read a step's rows from it.
 """
@@ -13,31 +13,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mstar.engine.layer_handles import RotaryHandle
 from mstar.engine.resources.attention_backends import (
     AttentionBackend,
-    AttentionCaps,
     AttentionMeta,
     AttentionNeed,
     HostRows,
-    attend_by_ops,
-    why_elsewhere,
-    write_by_ops,
+    PagedKernels,
 )
 from mstar.engine.resources.paged_kv import LayerPages
-from mstar.kernels.fused_norms import HeadNorms
 
 HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20
 
 
-class FlashInferAttention:
+class FlashInferAttention(PagedKernels):
     """Not bound to a resource: answers what it can serve."""
 
-    name = "flashinfer"
+    def __init__(self) -> None:
+        super().__init__("flashinfer", "cuda")
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
-        if (elsewhere := why_elsewhere("cuda", need.device_type)) is not None:
+        if (elsewhere := super().why_unavailable(need)) is not None:
             return elsewhere
         if need.dtype not in (torch.bfloat16, torch.float16):
             return f"computes in 16 bits, not in {need.dtype}"
@@ -47,28 +43,11 @@ class FlashInferAttention:
             return "flashinfer is not installed (the extra `cuda`)"
         return None
 
-    def caps(self) -> AttentionCaps:
-        return AttentionCaps(mixes_rows=True, capturable=True)
-
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return _Bound(need, device)
 
     def plan(self, meta: AttentionMeta) -> None:
         raise RuntimeError("a backend is bound to a resource before it plans")
-
-    def write_kv(
-        self,
-        qkv: Tensor,
-        num_heads: int,
-        pages: LayerPages,
-        rotary: RotaryHandle | None,
-        meta: AttentionMeta,
-        norms: HeadNorms | None = None,
-    ) -> None:
-        write_by_ops(qkv, num_heads, pages, rotary, meta, norms)
-
-    def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
-        raise RuntimeError("a backend is bound to a resource before it attends")
 
 
 class _Bound(FlashInferAttention):
@@ -79,6 +58,7 @@ class _Bound(FlashInferAttention):
         # An optional dependency that takes seconds to import.
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
 
+        super().__init__()
         self._need = need
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)]
@@ -106,7 +86,7 @@ class _Bound(FlashInferAttention):
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
         if meta.captured or meta.host.single:
-            attend_by_ops(q, pages, meta, out)
+            super().attend(q, pages, meta, out)
         else:
             self._wrappers[0].run(q, (pages.k, pages.v), out=out)
 

@@ -2,7 +2,7 @@
 `linear_attention_choice`.
 
 A backend keeps no request's state; its methods run on the executor, on tensors that the linear attention resource hands
-in. Adding one: implement `LinearAttentionBackend`, put it into `BACKENDS` and into a preference list.
+in. Adding one: implement `LinearAttentionBackend`, and put it into the lists of `linear_attention_choice`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mstar.engine.layer_handles import GatedDeltaWeights
-from mstar.engine.resources.attention_backends import why_elsewhere
+from mstar.engine.resources.backend_choice import why_elsewhere
 from mstar.kernels import ops, reference, reference_gated_delta
 from mstar.kernels.fused_norms import GatedNorm
 
@@ -153,33 +153,18 @@ class GatedDeltaKernels:
         out: Tensor,
         norm: GatedNorm | None = None,
     ) -> None:
-        mix_by_ops(qkv, b, a, weights, states, key_heads, meta, out, norm)
-
-
-def mix_by_ops(
-    qkv: Tensor,
-    b: Tensor,
-    a: Tensor,
-    weights: GatedDeltaWeights,
-    states: LayerStates,
-    key_heads: int,
-    meta: LinearAttentionMeta,
-    out: Tensor,
-    norm: GatedNorm | None = None,
-) -> None:
-    """`LinearAttentionBackend.mix` by the operation of `mstar.kernels.ops`."""
-    ops.gated_delta(
-        qkv,
-        b,
-        a,
-        *weights,
-        states.conv,
-        states.delta,
-        meta.slots,
-        meta.has_state,
-        meta.q_starts,
-        key_heads,
-        out,
-        max_tokens=1 if meta.single else None,
-        norm=norm,
-    )
+        ops.gated_delta(
+            qkv,
+            b,
+            a,
+            *weights,
+            states.conv,
+            states.delta,
+            meta.slots,
+            meta.has_state,
+            meta.q_starts,
+            key_heads,
+            out,
+            max_tokens=1 if meta.single else None,
+            norm=norm,
+        )

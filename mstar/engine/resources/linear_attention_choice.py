@@ -1,10 +1,8 @@
-"""Which linear attention backend a resource gets: the deployment's choice, or the best of the platform's that can serve
-it."""
+"""The linear attention backends there are, and which of them a resource gets. At start-up."""
 
 from __future__ import annotations
 
-import logging
-
+from mstar.engine.resources.backend_choice import choose
 from mstar.engine.resources.fla_linear_attention import FlaLinearAttention
 from mstar.engine.resources.linear_attention_backends import (
     GatedDeltaKernels,
@@ -12,8 +10,6 @@ from mstar.engine.resources.linear_attention_backends import (
     LinearAttentionNeed,
     TorchReference,
 )
-
-log = logging.getLogger(__name__)
 
 BACKENDS: dict[str, LinearAttentionBackend] = {
     backend.name: backend
@@ -29,19 +25,5 @@ PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": (
 
 
 def choose_backend(key: str, need: LinearAttentionNeed, wanted: str | None) -> LinearAttentionBackend:
-    """The deployment's choice, or the first of the platform's list that can serve `need`. Logs the choice.
-
-    Raises:
-        ValueError: an unknown name, a choice that cannot serve, or nothing that can; says why.
-    """
-    if wanted is not None and wanted not in BACKENDS:
-        raise ValueError(f"resources.{key}.backend: {wanted!r} is unknown (known: {', '.join(sorted(BACKENDS))})")
-    names = (wanted,) if wanted is not None else PREFERENCE.get(need.device_type, ("torch_ref",))
-    refusals: list[str] = []
-    for name in names:
-        reason = BACKENDS[name].why_unavailable(need)
-        if reason is None:
-            log.info("linear attention %s: backend %s", key, name)
-            return BACKENDS[name]
-        refusals.append(f"{name}: {reason}")
-    raise ValueError(f"resources.{key}: no linear attention backend can serve {need}: {'; '.join(refusals)}")
+    """See `backend_choice.choose`."""
+    return choose("linear attention", key, need, wanted, BACKENDS, PREFERENCE)

@@ -8,13 +8,11 @@ A method answers `NotImplemented` for a layout or dtype it has no kernel for; th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mstar.kernels.fused_norms import AddNorm, GatedNorm, HeadNorms
-from mstar.kernels.packed import PackedExperts, PackedLinear
+from mstar.kernels.fused_norms import AddNorm
+from mstar.kernels.packed import PackedLinear
 from mstar.kernels.triton import (
     attention_decode,
     attention_prefill,
@@ -24,10 +22,10 @@ from mstar.kernels.triton import (
     greedy,
     logits,
     products,
-    rope,
     rows,
     tile_products,
 )
+from mstar.kernels.triton import rope as rotary
 
 
 class TritonKernels:
@@ -74,52 +72,16 @@ class TritonKernels:
             return NotImplemented
         return rows.sum_and_norm(tile_products.product_parts(x, packed.data), *then)
 
-    def norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None, zero_centered: bool
-    ) -> Tensor:
-        return rows.norm(x, residual, weight, eps, out, zero_centered)
-
-    def silu_and_mul(self, gate_up: Tensor, out: Tensor | None) -> Tensor:
-        return rows.silu_and_mul(gate_up, out)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return rows.sigmoid_mul(x, gate)
+    norm = staticmethod(rows.norm)
+    silu_and_mul = staticmethod(rows.silu_and_mul)
+    sigmoid_mul = staticmethod(rows.sigmoid_mul)
+    greedy = staticmethod(greedy.greedy)
+    rope = staticmethod(rotary.rope)
+    write_kv = staticmethod(rotary.write_kv)
+    rope_write_kv = staticmethod(rotary.rope_write_kv)
 
     def embedding(self, ids: Tensor, table: Tensor | PackedLinear, out: Tensor | None) -> Tensor:
         return rows.embedding(ids, table.data if isinstance(table, PackedLinear) else table, out)
-
-    def greedy(self, logits: Tensor, out: Tensor | None) -> Tensor:
-        return greedy.greedy(logits, out)
-
-    def rope(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        num_heads: int,
-        head_dim: int,
-        axes: Tensor | None,
-    ) -> Tensor:
-        return rope.rope(qkv, positions, cos, sin, num_heads, head_dim, axes)
-
-    def write_kv(self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> Any:
-        return rope.write_kv(k, v, k_pages, v_pages, slots)
-
-    def rope_write_kv(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
-        num_q_heads: int,
-        axes: Tensor | None,
-        norms: HeadNorms | None = None,
-    ) -> Tensor:
-        return rope.rope_write_kv(qkv, positions, cos, sin, slots, k_pages, v_pages, num_q_heads, axes, norms)
 
     def paged_attend(
         self,
@@ -141,17 +103,7 @@ class TritonKernels:
 class ExpertKernels:
     """The operations of a mixture of experts."""
 
-    def moe_mlp(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        gate_up: PackedExperts,
-        down: PackedExperts,
-        plus: Tensor | None,
-        out: Tensor | None,
-    ) -> Tensor:
-        return experts.moe_mlp(x, expert_ids, expert_weights, gate_up, down, plus, out)
+    moe_mlp = staticmethod(experts.moe_mlp)
 
 
 class SamplingKernels:
@@ -168,31 +120,8 @@ class SamplingKernels:
 class LinearAttentionKernels:
     """The operations of a gated delta net."""
 
-    def gated_rms_norm(self, x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None) -> Tensor:
-        return rows.gated_rms_norm(x, z, weight, eps, out)
-
-    def gated_delta(
-        self,
-        qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        conv_weight: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        conv_state: Tensor,
-        delta_state: Tensor,
-        slots: Tensor,
-        has_state: Tensor,
-        q_starts: Tensor,
-        key_heads: int,
-        out: Tensor,
-        max_tokens: int | None = None,
-        norm: GatedNorm | None = None,
-    ) -> Tensor:
-        return gated_delta.gated_delta(
-            qkv, b, a, conv_weight, a_log, dt_bias, conv_state, delta_state, slots, has_state, q_starts, key_heads, out,
-            max_tokens, norm,
-        )  # fmt: skip
+    gated_rms_norm = staticmethod(rows.gated_rms_norm)
+    gated_delta = staticmethod(gated_delta.gated_delta)
 
 
 def _takes_tiles(x: Tensor, packed: PackedLinear) -> bool:

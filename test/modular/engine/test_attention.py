@@ -208,7 +208,7 @@ NEED = AttentionNeed("cpu", torch.float32, 4, 2, 8, 16)
 
 
 def test_the_first_backend_that_can_serve_is_chosen_and_logged(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.attention_choice"):
+    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.backend_choice"):
         assert choose_backend("attn", NEED, None).name == "cpu"
         assert choose_backend("attn", NEED, "torch_ref").name == "torch_ref"
     assert [record.getMessage() for record in caplog.records] == [

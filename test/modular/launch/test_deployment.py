@@ -5,8 +5,8 @@ from support.checkpoints import write_directory
 from support.command_line import command, deployment_file
 
 from mstar.config.load import ConfigError, config_from_mapping
-from mstar.engine.resources.attention_choice import BACKENDS
-from mstar.engine.spec import ATTENTION_BACKENDS
+from mstar.engine.resources import attention_choice, linear_attention_choice
+from mstar.engine.spec import ATTENTION_BACKENDS, LINEAR_ATTENTION_BACKENDS
 from mstar.launch.deployment import open_deployment, resolve_deployment
 from mstar.model.qwen3_5.random_checkpoint import write_random_checkpoint
 
@@ -91,7 +91,8 @@ def test_pages_and_states_move_to_the_host_together(tmp_path, on_host: set[str],
 
 
 def test_backends_that_may_be_chosen_are_those_that_exist():
-    assert set(ATTENTION_BACKENDS) == set(BACKENDS)
+    assert set(ATTENTION_BACKENDS) == set(attention_choice.BACKENDS)
+    assert set(LINEAR_ATTENTION_BACKENDS) == set(linear_attention_choice.BACKENDS)
 
 
 def test_a_deployment_survives_the_way_to_another_process(checkpoint, tmp_path):
