@@ -54,23 +54,26 @@ def build_tiny(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
 
 
 def _build(shape: Mapping[str, Any], context: SubmoduleContext) -> NodeSubmodule:
-    """Weights of a fixed seed, drawn so that texts differ between prompts and nothing overflows."""
+    """Weights of a fixed seed, drawn so that texts differ between prompts and nothing overflows; in bf16, so that they
+    are the same whatever the deployment's dtype."""
     config = Qwen35Config.from_mapping(shape)
     network = Qwen35Network(config, dtype=context.dtype, device=context.device)
     generator = torch.Generator(context.device).manual_seed(0)
     for name, parameter in network.named_parameters():
+        drawn = torch.ones_like(parameter, dtype=torch.bfloat16)
         if name.endswith("linear_attn.norm.weight"):
-            parameter.fill_(1.0)
+            pass  # ones
         elif name.endswith(("norm.weight", "layernorm.weight")):
-            parameter.normal_(0.0, 0.1, generator=generator)  # scaled by one more than this
+            drawn.normal_(0.0, 0.1, generator=generator)  # scaled by one more than this
         elif name.endswith("a_log"):
-            parameter.uniform_(-1.0, 2.0, generator=generator)
+            drawn.uniform_(-1.0, 2.0, generator=generator)
         elif name.endswith("dt_bias"):
-            parameter.uniform_(-6.0, -2.0, generator=generator)
+            drawn.uniform_(-6.0, -2.0, generator=generator)
         elif name.endswith("conv_weight"):
-            parameter.normal_(0.0, 0.5, generator=generator)
+            drawn.normal_(0.0, 0.5, generator=generator)
         else:
-            parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+            drawn.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+        parameter.copy_(drawn)
     pack_weights(network)
     return LanguageSubmodule(network, None)
 
