@@ -94,6 +94,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Runs outside of the gate; the exception goes on to the server, which logs the traceback."""
+    """Runs outside of the gate; the exception goes on to the server, which logs the traceback and closes the
+    connection."""
     failure = Failure(500, "internal_error", "The server failed to handle the request.")
-    return error_response(failure, {"x-request-id": request_id_of(request)})
+    return error_response(failure, {"x-request-id": request_id_of(request), "connection": "close"})

@@ -41,6 +41,7 @@ _ESCAPED_CLASS = re.compile(rf"\[(?:{_CONTROL}(?:-{_CONTROL})?|{_QUOTE})+\]", re
 """Of nothing else."""
 _KNOWN_ESCAPE = re.compile(r"\\(?:[^A-Za-z0-9]|[dDwWsSnrtfv]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\})")
 """Escapes that the compiler knows. It takes others, such as the anchor \\A, for their letter."""
+_CODE_POINT = re.compile(r"\\(?:u\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _GROUP = re.compile(r"\(\?(?!:|P?<[A-Za-z_])")
 
 
@@ -64,6 +65,19 @@ def why_not_whole(pattern: str) -> str:
         return "has ^ or $ in its middle"
     if found := re.search(r"\\.?", _KNOWN_ESCAPE.sub("", pattern), re.DOTALL):
         return f"has {found[0]!r}, which is no escape that can be enforced"
+    return why_no_text(pattern)
+
+
+def why_no_text(text: str) -> str:
+    """Why no text has a character that the pattern or grammar asks for by its number; empty: there are such texts. What
+    a class leaves out need not be in any."""
+    asked = "".join(piece for piece in _PIECES.findall(text) if not piece.startswith("[^"))
+    for found in _CODE_POINT.finditer(asked):
+        code = int(found[1] or found[2] or found[3] or "0", 16)
+        if 0xD800 <= code <= 0xDFFF:
+            return f"asks for {found[0]!r}, half of a pair of UTF-16; write the whole character"
+        if code > 0x10FFFF:
+            return f"asks for {found[0]!r}, which is beyond the last character"
     return ""
 
 

@@ -83,13 +83,19 @@ def _guided(body: GenerationFields) -> Iterator[FormWish]:
             case "guided_choice":
                 yield FormWish(field, lambda value=value: one_of([literal(text) for text in dict.fromkeys(value)]))
             case _:
-                yield FormWish(field, lambda value=value: context_free(value))
+                yield FormWish(field, lambda value=value: _context_free(value))
 
 
 def _regular(pattern: str) -> Format:
     if why := patterns.why_not_whole(pattern):
         raise SchemaError("", f"the pattern cannot be enforced: it {why}")
     return regular(pattern)
+
+
+def _context_free(grammar: str) -> Format:
+    if why := patterns.why_no_text(grammar):
+        raise SchemaError("", f"the grammar cannot be enforced: it {why}")
+    return context_free(grammar)
 
 
 def _schema_of(value: Any) -> Any:

@@ -224,8 +224,10 @@ def test_a_bug_is_a_500_in_shape(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(front.parts.handle, "submit", broken)
-    error = error_of(front.http.post(CHAT, json=GOOD), 500)
+    answer = front.http.post(CHAT, json=GOOD)
+    error = error_of(answer, 500)
     assert error["type"] == "server_error" and "a bug" not in error["message"]
+    assert answer.headers["connection"] == "close", "the server closes it, and a request sent meanwhile would be lost"
     front.wait_until(lambda: "RuntimeError: a bug" in caplog.text)
 
 

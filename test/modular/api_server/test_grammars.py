@@ -163,6 +163,23 @@ def test_escapes_that_can_be_enforced(pattern: str):
     assert not patterns.why_not_whole(pattern) and not patterns.why_not_matched(pattern)
 
 
+@pytest.mark.parametrize(
+    "text", [r"a\ud83d", r"\uD83D\uDE00", r"[a\udfff]", r"[\ud800-\udfff]", r"\u{d800}", r"\u{110000}"]
+)
+def test_numbers_of_no_character_are_refused(text: str):
+    """No text in UTF-8 has them, so nothing of the request's text would be left."""
+    assert "asks for" in patterns.why_not_whole(text) and "asks for" in patterns.why_not_matched(text)
+    assert "asks for" in patterns.why_no_text(f'root ::= "{text}"')
+
+
+def test_numbers_of_characters_beside_those_are_allowed():
+    for text in (r"\ud7ff", r"\ue000", r"\u{1F600}", r"\u{10ffff}", r"[^\ud800-\udfff]", r"\\ud800"):
+        assert not patterns.why_not_whole(text), text
+    assert not patterns.why_no_text(r'root ::= "\U0010ffff\u{1F600}"') and patterns.why_no_text(
+        r'root ::= "\U0000d800"'
+    )
+
+
 def test_formats_are_patterns_of_valid_values():
     good = {
         "date": "2024-02-28",

@@ -292,7 +292,9 @@ NOT_YET: list[tuple[str, Any, Any]] = [
     ("guided_json", {"not": {}}, {}),
     ("guided_regex", "", "x"),
     ("guided_choice", [], ["x"]),
+    ("guided_regex", r"\ud83d\ude00", r"\u{1F600}"),
     ("guided_grammar", 5, "root ::= [a-z]"),
+    ("guided_grammar", r'root ::= "\ud83d"', r'root ::= "\U0001F600"'),
     ("structured_outputs", {"structural_tag": "{}"}, {"choice": ["x"]}),
 ]
 
