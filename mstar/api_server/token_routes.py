@@ -14,10 +14,10 @@ from mstar.api_server.client_watch import unless_client_leaves
 from mstar.api_server.errors import bad_request
 from mstar.api_server.front_state import front_of
 from mstar.api_server.json_body import read_json
-from mstar.api_server.openai.adapter import tool_mappings
-from mstar.api_server.openai.chat_messages import chat_media, chat_messages
+from mstar.api_server.openai.chat_messages import conversation_of
 from mstar.api_server.openai.chat_schema import Messages, TemplateVariables, Tools
 from mstar.api_server.openai.fields import FIRST, Schema
+from mstar.api_server.openai.request_media import media_of
 from mstar.api_server.openapi import describe
 from mstar.conductor.request import PromptInput
 
@@ -49,22 +49,8 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeRequest)
     if body.model is not None:
         front.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("Give either prompt or messages.", "prompt")
-    if body.messages is not None:
-        sources = chat_media(body.messages, front.handle.facts.input_modalities)
-        media = await unless_client_leaves(request.receive, front.media.load(sources)) if sources else ()
-        prompt = PromptInput(
-            kind="chat",
-            messages=chat_messages(body.messages, media),
-            tools=tool_mappings(body.tools or ()),
-            template_variables=body.chat_template_kwargs or {},
-        )
-    else:
-        for name in ("tools", "chat_template_kwargs"):
-            if getattr(body, name):
-                raise bad_request(f"{name} needs messages.", name)
-        prompt = PromptInput(kind="completion", text=body.prompt)
+    media = await media_of(request, body.messages or ())
+    prompt = conversation_of(body, media) or PromptInput(kind="completion", text=body.prompt)
     tokens: list[int] = []
     if body.prompt != "":
         tokens = await unless_client_leaves(request.receive, front.handle.tokenize(prompt))

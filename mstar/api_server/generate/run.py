@@ -4,14 +4,12 @@ only.
 
 from __future__ import annotations
 
-import asyncio
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 from tokenizers import Tokenizer
 
 from mstar.api_server.answer.deltas import ContentDelta
@@ -19,7 +17,6 @@ from mstar.api_server.errors import error_type
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import TokenNote, finite
 from mstar.api_server.openai.text_outputs import Output, TextOutputs
-from mstar.api_server.sse import SSE_HEADERS
 from mstar.conductor.events import Event as ConductorEvent
 from mstar.conductor.events import Failure, FinishedEvent, PreparedEvent, RefusedError, TensorEvent, TokenEvent
 from mstar.conductor.handle import ConductorHandle
@@ -41,11 +38,6 @@ class GenerateRun(TextOutputs):
         self._modality_of: Mapping[str, str] = handle.modality_of
 
     async def whole(self) -> bytes:
-        """Everything at once.
-
-        Raises:
-            RefusedError: the request failed.
-        """
         choices: list[dict[str, Any]] = [
             {"index": index, "text": "", "tokens": [], "logprobs": [], "tensors": [], "finish_reason": ""}
             for index in range(self.num_results)
@@ -63,7 +55,6 @@ class GenerateRun(TextOutputs):
         return encode_json(body)
 
     async def write(self, events: Sequence[ConductorEvent], send: Send) -> None:
-        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body."""
         while events:
             body = b"".join(_encoded(told) for event in events for told in self.told_of(event))
             if body:
@@ -149,20 +140,3 @@ def _gather(told: Event, choices: list[dict[str, Any]]) -> None:
 
 def _encoded(told: Event) -> bytes:
     return b"event: " + told["type"].encode() + b"\ndata: " + encode_json(told) + b"\n\n"
-
-
-class GenerateStream(Response):
-    """Streams a run. `events`: what its `first_events` returned."""
-
-    def __init__(self, run: GenerateRun, events: Sequence[ConductorEvent]) -> None:
-        super().__init__()
-        self._run = run
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The headers pass the whole stack of middleware; the bodies go to the server directly."""
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-            await asyncio.create_task(self._run.write(self._events, scope["state"]["send"]))
-        finally:
-            self._run.close()

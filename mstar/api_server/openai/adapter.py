@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,7 +14,7 @@ from mstar.api_server.answer.reader import AnswerFormat
 from mstar.api_server.errors import bad_request, failure_of_validation
 from mstar.api_server.grammar.call_formats import CallableTool
 from mstar.api_server.grammar.formats import json_text
-from mstar.api_server.openai.chat_messages import chat_messages
+from mstar.api_server.openai.chat_messages import chat_messages, tool_mappings
 from mstar.api_server.openai.chat_schema import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool, ToolFields
 from mstar.api_server.openai.completion_schema import MAX_PROMPTS, CompletionRequest
 from mstar.api_server.openai.fields import GenerationFields
@@ -105,11 +104,6 @@ def from_completion(body: CompletionRequest, facts: ModelFacts, request_id: str)
     prompts = prompt_inputs(body.prompt, "completion", facts)
     asked = text_request(body, facts, request_id, prompts, max_tokens, "max_tokens", body.logprobs, None, clamps=clamps)
     return replace(asked, echoes=bool(body.echo))
-
-
-def tool_mappings(tools: Sequence[ToolFields]) -> tuple[dict[str, Any], ...]:
-    """Tools as a chat template sees them."""
-    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
 
 
 def _tools(body: ChatRequest, facts: ModelFacts) -> Sequence[ToolFields]:

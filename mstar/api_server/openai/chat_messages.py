@@ -1,4 +1,4 @@
-"""From OpenAI's chat messages to what a chat template takes. Pure; raises `RefusedError` naming the field.
+"""From OpenAI's chat messages and tools to what a chat template takes. Pure; raises `RefusedError` naming the field.
 
 What the schema cannot say is checked here: a message's fields against its role, and media against the model.
 """
@@ -6,7 +6,7 @@ What the schema cannot say is checked here: a message's fields against its role,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -17,12 +17,16 @@ from mstar.api_server.openai.chat_schema import (
     ChatMessageFields,
     ImagePart,
     TextPart,
+    ToolFields,
     VideoPart,
 )
+from mstar.conductor.request import PromptInput
 from mstar.model.base import ChatMessage, Content, MediaPart
 
 CHAT_ROLES = {"developer": "system"}
 ASSISTANTS_ONLY = ("tool_calls", "reasoning_content")
+OF_MESSAGES = ("tools", "chat_template_kwargs")
+"""Fields that say something about messages."""
 
 
 class _Media(NamedTuple):
@@ -55,6 +59,43 @@ def chat_messages(messages: Sequence[ChatMessageFields], media: Sequence[bytes] 
     """Messages as a chat template sees them. `media`: the files that `chat_media` named."""
     files = iter(media)
     return tuple(_chat_message(message, index, files) for index, message in enumerate(messages))
+
+
+def tool_mappings(tools: Sequence[ToolFields]) -> tuple[dict[str, Any], ...]:
+    """Tools as a chat template sees them."""
+    return tuple(tool.model_dump(exclude_none=True) for tool in tools)
+
+
+class PromptOrMessages(Protocol):
+    """A body whose prompt may be a conversation instead."""
+
+    messages: list[ChatMessageFields] | None
+    tools: list[ToolFields] | None
+    chat_template_kwargs: dict[str, Any] | None
+
+    @property
+    def prompt(self) -> object: ...
+
+
+def conversation_of(body: PromptOrMessages, media: Sequence[bytes]) -> PromptInput | None:
+    """The body's conversation; None: it has a prompt. `media`: the files of its messages.
+
+    Raises:
+        RefusedError: 400, it has both or neither, or fields that need messages.
+    """
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Give either prompt or messages.", "prompt")
+    if body.messages is None:
+        for name in OF_MESSAGES:
+            if getattr(body, name):
+                raise bad_request(f"{name} needs messages.", name)
+        return None
+    return PromptInput(
+        kind="chat",
+        messages=chat_messages(body.messages, media),
+        tools=tool_mappings(body.tools or ()),
+        template_variables=body.chat_template_kwargs or {},
+    )
 
 
 def _media(message: ChatMessageFields, index: int) -> Iterator[_Media]:

@@ -8,15 +8,15 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from mstar.api_server.answer_schemas import ChatAnswer, CompletionAnswer
-from mstar.api_server.client_watch import unless_client_leaves
-from mstar.api_server.front_state import FrontState, front_of, new_id, only_if_answered, request_id_of
+from mstar.api_server.front_state import front_of, new_id, only_if_answered, request_id_of
 from mstar.api_server.json_body import read_json
 from mstar.api_server.openai.adapter import TextRequest, from_chat, from_completion
-from mstar.api_server.openai.chat_messages import chat_media
 from mstar.api_server.openai.chat_schema import ChatRequest
 from mstar.api_server.openai.completion_schema import CompletionRequest
+from mstar.api_server.openai.request_media import media_of
+from mstar.api_server.openai.run_response import response_of
 from mstar.api_server.openai.shapes import ChatShape, CompletionShape, ResponseShape
-from mstar.api_server.openai.text_run import TextRun, TextStreamResponse
+from mstar.api_server.openai.text_run import TextRun
 from mstar.api_server.openapi import EVENTS, describe
 
 router = APIRouter(dependencies=[Depends(only_if_answered)])
@@ -28,7 +28,11 @@ router = APIRouter(dependencies=[Depends(only_if_answered)])
 )
 async def chat_completions(request: Request) -> Response:
     front = front_of(request)
-    return await _answer(request, front, await _asked_of_chat(request, front), ChatShape, "chatcmpl-")
+    body = await read_json(request, ChatRequest)
+    front.check_model(body.model)
+    media = await media_of(request, body.messages)
+    asked = from_chat(body, front.handle.facts, request_id_of(request), media)
+    return await _answer(request, asked, ChatShape, "chatcmpl-")
 
 
 @router.post(
@@ -40,21 +44,11 @@ async def completions(request: Request) -> Response:
     body = await read_json(request, CompletionRequest)
     front.check_model(body.model)
     asked = from_completion(body, front.handle.facts, request_id_of(request))
-    return await _answer(request, front, asked, CompletionShape, "cmpl-")
+    return await _answer(request, asked, CompletionShape, "cmpl-")
 
 
-async def _asked_of_chat(request: Request, front: FrontState) -> TextRequest:
-    body = await read_json(request, ChatRequest)
-    front.check_model(body.model)
-    facts = front.handle.facts
-    sources = chat_media(body.messages, facts.input_modalities)
-    media = await unless_client_leaves(request.receive, front.media.load(sources)) if sources else ()
-    return from_chat(body, facts, request_id_of(request), media)
-
-
-async def _answer(
-    request: Request, front: FrontState, asked: TextRequest, kind: type[ResponseShape], id_prefix: str
-) -> Response:
+async def _answer(request: Request, asked: TextRequest, kind: type[ResponseShape], id_prefix: str) -> Response:
+    front = front_of(request)
     tokenizer, texts = front.text_side()
     response_id = new_id(id_prefix)
     shape = kind(
@@ -67,15 +61,4 @@ async def _answer(
         includes_usage=asked.includes_usage,
     )
     run = TextRun(front.handle, asked, shape, tokenizer)
-    front.live.track((request_id_of(request), response_id), run.stream)
-    is_handed_over = False
-    try:
-        run.watch_client(request.receive)
-        if asked.is_streamed:
-            response = TextStreamResponse(run, await run.first_events())
-            is_handed_over = True
-            return response
-        return Response(await run.whole(), media_type="application/json")
-    finally:
-        if not is_handed_over:
-            run.close()
+    return await response_of(request, run, response_id)

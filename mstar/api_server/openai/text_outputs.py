@@ -6,17 +6,19 @@ Front loop only; one task per request, and a second one that waits for the clien
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from starlette.types import Receive
+from starlette.types import Receive, Send
 from tokenizers import Tokenizer
 
 from mstar.api_server.answer.deltas import AnswerDelta, ContentDelta
 from mstar.api_server.answer.reader import AnswerReader
 from mstar.api_server.client_watch import client_left
+from mstar.api_server.connection import BodyWriter
 from mstar.api_server.front_state import new_id
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import NOT_ASKED, TokenNote
@@ -45,7 +47,7 @@ class Output(NamedTuple):
     reason: str | None = None
 
 
-class TextOutputs:
+class TextOutputs(ABC):
     """One request that has been taken on; `close` it whatever happens, which aborts it where it has not ended."""
 
     keeps_notes = False
@@ -63,7 +65,21 @@ class TextOutputs:
         self.choices: list[ChoiceText[TokenNote]] = [self._new_choice(()) for _ in range(self.num_results)]
         self.readers: list[AnswerReader] = []
         """One for each choice of an answer that is taken apart."""
+        self.writer: BodyWriter | None = None
+        """Of the response's body, while it is streamed by a server that has one."""
         self._leaving: asyncio.Task[None] | None = None
+
+    @abstractmethod
+    async def whole(self) -> bytes:
+        """The whole response, as JSON.
+
+        Raises:
+            RefusedError: the request failed.
+        """
+
+    @abstractmethod
+    async def write(self, events: Sequence[Event], send: Send) -> None:
+        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body."""
 
     def watch_client(self, receive: Receive) -> None:
         """From now on the request ends when the client's connection does."""

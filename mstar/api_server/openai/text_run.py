@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 from tokenizers import Tokenizer
 
 from mstar.api_server.answer.deltas import ContentDelta
 from mstar.api_server.answer.reader import WholeAnswer
-from mstar.api_server.connection import BODY_WRITER, BodyWriter
+from mstar.api_server.connection import BodyWriter
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import TokenNote
 from mstar.api_server.openai.shapes import ResponseShape, encode_json
 from mstar.api_server.openai.text_outputs import Output, TextOutputs
-from mstar.api_server.sse import DONE, SSE_HEADERS, error_event
+from mstar.api_server.sse import DONE, error_event
 from mstar.conductor.events import Event, Failure, RefusedError, TokenEvent
 from mstar.conductor.handle import ConductorHandle
 from mstar.conductor.request import PromptInput
@@ -37,11 +35,6 @@ class TextRun(TextOutputs):
         self._echoes = [_text_of(prompt, tokenizer) for prompt in prompts for _ in range(request.generate.num_choices)]
 
     async def whole(self) -> bytes:
-        """The whole response.
-
-        Raises:
-            RefusedError: the request failed.
-        """
         answers = [WholeAnswer() for _ in range(self.num_results)]
         for answer, echo in zip(answers, self._echoes, strict=False):
             answer.add(ContentDelta(echo))
@@ -63,9 +56,9 @@ class TextRun(TextOutputs):
         ]
         return self.shape.whole(choices, self.usage.as_json())
 
-    async def write(self, events: Sequence[Event], send: Send, writer: BodyWriter | None) -> None:
-        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body.
-        With `writer`, passes that bring only tokens are written without waking this task."""
+    async def write(self, events: Sequence[Event], send: Send) -> None:
+        """With a `writer`, passes that bring only tokens are written without waking this task."""
+        writer = self.writer
         body = [self.shape.opening_chunk(index) for index in range(self.num_results)]
         body += [self.shape.delta_chunk(index, ContentDelta(echo), (), 0) for index, echo in enumerate(self._echoes)]
         add = self._add_of_a_token() or self._add
@@ -164,22 +157,3 @@ class TextRun(TextOutputs):
 
 def _text_of(prompt: PromptInput, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(prompt.token_ids or ()) if prompt.text is None else prompt.text
-
-
-class TextStreamResponse(Response):
-    """Streams a run. `events`: what its `first_events` returned."""
-
-    def __init__(self, run: TextRun, events: Sequence[Event]) -> None:
-        super().__init__()
-        self._run = run
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The headers pass the whole stack of middleware. The bodies are written by a task of their own, to the server
-        directly: else each token would wake and walk every layer twice."""
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-            writer = scope.get("extensions", {}).get(BODY_WRITER)
-            await asyncio.create_task(self._run.write(self._events, scope["state"]["send"], writer))
-        finally:
-            self._run.close()

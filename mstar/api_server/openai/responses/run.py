@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 from tokenizers import Tokenizer
 
 from mstar.api_server.errors import error_type
@@ -20,7 +18,6 @@ from mstar.api_server.openai.responses.chat import ChatOfResponse
 from mstar.api_server.openai.responses.items import Event, ResponseItems, Status
 from mstar.api_server.openai.responses.schema import ResponseRequest
 from mstar.api_server.openai.text_outputs import Output, TextOutputs
-from mstar.api_server.sse import SSE_HEADERS
 from mstar.api_server.token_text import TokenTexts
 from mstar.conductor.events import Event as ConductorEvent
 from mstar.conductor.events import Failure, RefusedError
@@ -52,11 +49,6 @@ class ResponseRun(TextOutputs):
         self._head = _head(body, asked, self.response_id)
 
     async def whole(self) -> bytes:
-        """The whole response.
-
-        Raises:
-            RefusedError: the request failed.
-        """
         status, reason = "in_progress", None
         while events := await self.stream.take():
             for event in events:
@@ -71,7 +63,6 @@ class ResponseRun(TextOutputs):
         return encode_json(self._response(status))
 
     async def write(self, events: Sequence[ConductorEvent], send: Send) -> None:
-        """Sends the bodies of a stream that begins with `events`; what a pass of the conductor brought is one body."""
         body = [self._encoded({"type": kind, "response": self._response("in_progress")}) for kind in OPENING]
         while events:
             for event in events:
@@ -136,23 +127,6 @@ class ResponseRun(TextOutputs):
 
 
 OPENING = ("response.created", "response.in_progress")
-
-
-class ResponseStream(Response):
-    """Streams a run. `events`: what its `first_events` returned."""
-
-    def __init__(self, run: ResponseRun, events: Sequence[ConductorEvent]) -> None:
-        super().__init__()
-        self._run = run
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The headers pass the whole stack of middleware; the bodies go to the server directly."""
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-            await asyncio.create_task(self._run.write(self._events, scope["state"]["send"]))
-        finally:
-            self._run.close()
 
 
 def _status(reason: str) -> Status:
