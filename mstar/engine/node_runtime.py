@@ -78,7 +78,7 @@ class NodeRuntime:
         if self.cache is None or self.drawn is None:
             return None
         missing = self.cache.targets[handles] > lengths
-        return missing if missing.any() else None
+        return missing if np.count_nonzero(missing) else None
 
 
 def build_node(

@@ -72,7 +72,7 @@ class Outbox:
     def count(self, routed: Routed) -> None:
         """Count what a step emits, before a walk that ends with it reports how much there was."""
         for emit in routed.emits:
-            self._requests.count_emits(emit.signal, np.asarray(emit.handles, np.int64))
+            self._requests.count_emits(emit.signal, emit.handles)
 
     def flush(self, step: Step, routed: Routed) -> None:
         """Send everything that this step leads to."""

@@ -105,13 +105,13 @@ class RequestTable:
             return None
         return sorted(range(len(handles)), key=seniority.__getitem__)
 
-    def count_emits(self, signal: str, handles: np.ndarray) -> None:
+    def count_emits(self, signal: str, handles: Sequence[int]) -> None:
         """One more value of `signal` for each entry; a handle whose list of values is emitted stands there more than
         once."""
         emitted = self._emitted.get(signal)
         if emitted is None:
             emitted = self._emitted[signal] = np.zeros(self.in_steps.size, np.int64)
-        np.add.at(emitted, handles, 1)
+        emitted += np.bincount(handles, minlength=emitted.size)
 
     def emits(self, handle: int) -> dict[str, int]:
         """Values emitted for a request so far, by signal."""

@@ -24,7 +24,14 @@ from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Trans
 from mstar.engine.resources.logit_adjust import TableRows, TokenBiases, TokenCounts
 from mstar.engine.resources.logprobs import unpack
 from mstar.engine.resources.row_draws import FAILED_TOKEN, DrawTables, row_draws
-from mstar.engine.resources.sampling_columns import SamplingColumns, check_prompt, check_sampling, without_text
+from mstar.engine.resources.sampling_columns import (
+    BIAS,
+    COUNT,
+    SamplingColumns,
+    check_prompt,
+    check_sampling,
+    without_text,
+)
 from mstar.engine.resources.sampling_plan import CapturedDraw, RowGroup, SamplingPlan, plan_sampling
 from mstar.engine.spec import SamplerSpec
 from mstar.engine.staging import StagingField
@@ -137,7 +144,7 @@ class Sampler(Resource[SamplerStep]):
             num_top = self.columns.num_logprobs[rows.handles[plan.asked.rows]]
             outputs.logprobs = unpack(plan.asked.rows, num_top, logprobs)
         failed = (host[self.key + ".tokens"] == FAILED_TOKEN) & plan.kept
-        if not failed.any():
+        if not np.count_nonzero(failed):
             return {}
         return dict.fromkeys(rows.handles[failed].tolist(), _NOT_FINITE)
 
@@ -242,11 +249,13 @@ class Sampler(Resource[SamplerStep]):
 
     def _open_counts(self, handle: int, prompt_ids: np.ndarray | None) -> None:
         row = self._count_rows.take(handle)
+        self.columns.wants[handle] |= COUNT
         prompt = np.empty(0, np.int64) if prompt_ids is None else prompt_ids.astype(np.int64)
         self._work.append(lambda: self._counts.reset(row, prompt))
 
     def _open_biases(self, handle: int, params: SamplingParams) -> None:
         row = self._bias_rows.take(handle)
+        self.columns.wants[handle] |= BIAS
         ids = np.array(params.bias_ids, np.int64)
         values = np.array(params.bias_values, np.float32)
         floor_ids = np.array(params.stop_token_ids if params.min_tokens > 0 else (), np.int64)

@@ -18,6 +18,10 @@ COLDEST = 1e-4
 NUM_PARAMS = 7
 TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(NUM_PARAMS)
 
+SAMPLE, CUT, MASS, COUNT, BIAS, LOGPROBS = (1 << bit for bit in range(6))
+"""What a row wants of a draw. `SAMPLE`: more than an argmax, and of that `CUT`: a top-k or a top-p, `MASS`: no top-k;
+`COUNT`: penalties; `BIAS`: a bias, or a floor under its length."""
+
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raises `ValueError` naming the field that this vocabulary or arithmetic cannot honour."""
@@ -60,8 +64,9 @@ def without_text(params: SamplingParams) -> SamplingParams:
 
 class SamplingColumns:
     """One entry per handle: `params` fp32 [handles, 7] as the device table has them, `keys` uint64 (random streams),
-    `num_draws`, `min_tokens` (0: no floor), `num_logprobs` (-1: none), `top_k`, int32; `greedy` bool;
-    `stop_ids` int32 [handles, most stop ids], padded with -1."""
+    `num_draws`, `min_tokens` (0: no floor), `num_logprobs`, `top_k`, int32; `wants` uint8, of the bits `SAMPLE` to
+    `LOGPROBS` (`COUNT` and `BIAS` are set by the sampler, which has their tables); `stop_ids` int32 [handles, most stop
+    ids], padded with -1."""
 
     def __init__(self, num_handles: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -69,9 +74,9 @@ class SamplingColumns:
         self.keys = np.zeros(num_handles, np.uint64)
         self.num_draws = np.zeros(num_handles, np.int32)
         self.min_tokens = np.zeros(num_handles, np.int32)
-        self.num_logprobs = np.full(num_handles, -1, np.int32)
+        self.num_logprobs = np.zeros(num_handles, np.int32)
         self.top_k = np.ones(num_handles, np.int32)
-        self.greedy = np.ones(num_handles, np.bool_)
+        self.wants = np.zeros(num_handles, np.uint8)
         self.stop_ids = np.full((num_handles, 1), -1, np.int32)
         for handle in range(num_handles):
             self._set_params(handle, SamplingParams(temperature=0.0), greedy=True)
@@ -83,7 +88,9 @@ class SamplingColumns:
         self.keys[handle] = stream_key(params.seed, stream)
         self.num_draws[handle] = 0
         self.min_tokens[handle] = params.min_tokens if params.stop_token_ids else 0
-        self.num_logprobs[handle] = params.num_logprobs
+        if params.num_logprobs >= 0:
+            self.num_logprobs[handle] = params.num_logprobs
+            self.wants[handle] |= LOGPROBS
         num_stop = len(params.stop_token_ids)
         if num_stop > self.stop_ids.shape[1]:
             wider = np.full((self.stop_ids.shape[0], num_stop), -1, np.int32)
@@ -94,8 +101,7 @@ class SamplingColumns:
 
     def close(self, handle: int) -> None:
         self.num_draws[handle] = 0
-        self.greedy[handle] = True
-        self.num_logprobs[handle] = -1
+        self.wants[handle] = 0
         self.min_tokens[handle] = 0
         self.stop_ids[handle] = -1
 
@@ -105,8 +111,6 @@ class SamplingColumns:
 
     def _set_params(self, handle: int, params: SamplingParams, greedy: bool) -> None:
         top_k = 1 if greedy else (0 if params.top_k >= self.vocab_size else params.top_k)
-        self.greedy[handle] = greedy
-        self.top_k[handle] = top_k
         self.params[handle] = (
             1.0 if greedy else params.temperature,
             top_k,
@@ -116,3 +120,8 @@ class SamplingColumns:
             params.presence_penalty,
             params.frequency_penalty,
         )
+        wants = 0
+        if not greedy:
+            cuts = top_k > 0 or self.params[handle, TOP_P] < 1
+            wants = SAMPLE | (CUT if cuts else 0) | (0 if top_k else MASS)
+        self.wants[handle] = wants

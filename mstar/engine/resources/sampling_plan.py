@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from mstar.engine.resources.random_draw import uniforms
-from mstar.engine.resources.sampling_columns import TOP_P, SamplingColumns
+from mstar.engine.resources.sampling_columns import BIAS, COUNT, CUT, LOGPROBS, MASS, SAMPLE, SamplingColumns
 
 _FEW = 256
 _SLACK = 64
@@ -125,25 +125,25 @@ def plan_sampling(
     """`count_rows`, `bias_rows` int64 by handle: table rows of `TokenCounts` and `TokenBiases` (0: none).
     `sorts_all`: rows without a top-k look at the whole vocabulary at once (the second look would wait for a device)."""
     plan = SamplingPlan(handles, np.ones(handles.size, np.bool_) if kept is None else kept)
-    odd = ~columns.greedy[handles]
+    wants = columns.wants[handles]
     if kept is not None:
-        odd &= kept
-    if odd.any():
-        _plan_sampled(plan, columns, handles, odd.nonzero()[0], sorts_all)
-    counts, biases = count_rows[handles], bias_rows[handles]
-    plan.has_counts, plan.has_biases = bool(counts.any()), bool(biases.any())
-    if plan.has_counts or plan.has_biases:
-        rows = (((counts > 0) | (biases > 0)) & plan.kept).nonzero()[0]
+        wants *= kept
+    wanted = int(np.bitwise_or.reduce(wants))
+    if wanted & SAMPLE:
+        plan.needs_mass, plan.cuts = bool(wanted & MASS), bool(wanted & CUT)
+        _plan_sampled(plan, columns, handles, (wants & SAMPLE).nonzero()[0], sorts_all)
+    if wanted & (COUNT | BIAS):
+        plan.has_counts, plan.has_biases = bool(wanted & COUNT), bool(wanted & BIAS)
+        rows = (wants & (COUNT | BIAS)).nonzero()[0]
         changed = handles[rows]
-        under = (columns.num_draws[changed] < columns.min_tokens[changed]) & (biases[rows] > 0)
+        counts, biases = count_rows[changed], bias_rows[changed]
+        under = (columns.num_draws[changed] < columns.min_tokens[changed]) & (biases > 0)
         floor = np.where(under, np.float32(-np.inf), np.float32(0))
-        columns_of = {"handles": changed, "counts": counts[rows], "biases": biases[rows], "floor": floor}
-        plan.adjusted = RowGroup(rows, columns_of)
-    wanted = columns.num_logprobs[handles]
-    if wanted.max(initial=-1) >= 0:
-        rows = ((wanted >= 0) & plan.kept).nonzero()[0]
+        plan.adjusted = RowGroup(rows, {"handles": changed, "counts": counts, "biases": biases, "floor": floor})
+    if wanted & LOGPROBS:
+        rows = (wants & LOGPROBS).nonzero()[0]
         plan.asked = RowGroup(rows, {})
-        plan.num_top = int(wanted[rows].max(initial=0))
+        plan.num_top = int(columns.num_logprobs[handles[rows]].max())
     return plan
 
 
@@ -153,11 +153,8 @@ def _plan_sampled(
     drawing = handles[rows]
     uniform = uniforms(columns.keys[drawing], columns.num_draws[drawing])
     plan.sampled = RowGroup(rows, {"handles": drawing, "uniform": uniform})
-    top_k = columns.top_k[drawing]
-    plan.needs_mass = bool((top_k == 0).any())
-    plan.cuts = bool(((top_k > 0) | (columns.params[drawing, TOP_P] < 1)).any())
-    largest = int(top_k.max())
     if plan.needs_mass and sorts_all:
         plan.num_candidates = columns.vocab_size
     else:
+        largest = int(columns.top_k[drawing].max())
         plan.num_candidates = min(columns.vocab_size, max(largest + _SLACK, _FEW if plan.needs_mass else 0))

@@ -1,6 +1,5 @@
 """Requests that cannot be served fail alone, wherever that shows, and leave nothing behind."""
 
-import numpy as np
 import pytest
 import torch
 from support.instance import Instance, Tuning
@@ -117,5 +116,5 @@ def test_each_value_of_an_emitted_list_counts():
     table = RequestTable(4, rids)
     handle = rids.intern("r")
     table.put(Request("r", handle, open=None, prompt_ids=None))  # pyright: ignore[reportArgumentType]
-    table.count_emits("codes", np.array([handle, handle, handle]))
+    table.count_emits("codes", [handle, handle, handle])
     assert table.emits(handle) == {"codes": 3}
