@@ -16,6 +16,7 @@ from mstar.cli.targets import config_for, server_for
 from mstar.config.load import shipped_configs
 from mstar.config.schema import DeploymentConfig, ServerConfig
 from mstar.graph.compile import CompiledGraph
+from mstar.graph.describe import legend
 from mstar.launch.deployment import Inspected, inspect_deployment, reasons_not_to_run
 from mstar.model.registry import CARDS
 
@@ -54,7 +55,9 @@ def graph_command(target: str, overrides: Sequence[str]) -> int:
         return 1
     config = deployment.config
     workers = [f"  worker {rank}: {', '.join(_placed(config, compiled, rank))}" for rank in range(config.num_workers)]
-    text = "\n".join([compiled.describe() + "workers", *workers])
+    described = compiled.describe()
+    signs = [f"  {line}" for line in legend(described)]
+    text = "\n".join([described + "workers", *workers, "signs", *signs])
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if any(group.tp_size > 1 for group in config.node_groups):
         console.print("of a node in shares, the walks name the worker of the first", markup=False, soft_wrap=True)
@@ -88,7 +91,8 @@ def _check_config(console: Console, file: str, overrides: Sequence[str]) -> bool
         show_error(console, error)
         return False
     config = deployment.config
-    found = f"{deployment.card.name} on {config.num_workers} worker(s), up to {deployment.setup.max_seq_len} tokens"
+    workers = "1 worker" if config.num_workers == 1 else f"{config.num_workers} workers"
+    found = f"{deployment.card.name} on {workers}, up to {deployment.setup.max_seq_len:,} tokens"
     console.print(f"{file}: {found}", markup=False, highlight=False, soft_wrap=True)
     for rank in range(config.num_workers):
         placed = ", ".join(_placed(config, compiled, rank))

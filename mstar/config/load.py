@@ -72,8 +72,8 @@ def _find(source: str | Path) -> Path:
     if name in shipped and path.suffix in ("", ".yaml"):
         return shipped[name]
     close = difflib.get_close_matches(path.stem, shipped, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; shipped configurations: {', '.join(sorted(shipped))}"
-    raise ConfigError(f"no configuration file {str(source)!r}{hint}")
+    hint = f"; did you mean {close[0]!r}?" if close else f", which are {', '.join(sorted(shipped))}"
+    raise ConfigError(f"{str(source)!r} is neither a file nor a shipped configuration{hint}")
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:

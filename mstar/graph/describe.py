@@ -1,4 +1,4 @@
-"""A graph as text, for `mstar graph MODEL`. Start-up only."""
+"""A graph as text, for `mstar graph MODEL`, and what the signs in it mean. Start-up only."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ from mstar.graph.base import (
     Walks,
 )
 from mstar.streaming.topology import Connection, PartitionTopology
+
+LEGEND = (
+    ("?", "NAME?", "an input that may be missing"),
+    (" -> nowhere", "-> nowhere", "no node of this walk takes it"),
+    (", kept for later walks", "kept", "an input of that name takes it in a later walk of the request"),
+    (" (all)", "NAME (all)", "the values of all iterations, together"),
+    ("side by side", "side by side", "in any order, or at once on several workers"),
+    (", not speculated on", "not speculated on", "no step of it is planned while the one before runs"),
+    (", stream-fed", "stream-fed", "the first item of a stream starts it, not the request"),
+    ("; credit ", "credit", "how many items the producer may be ahead"),
+)
+"""Signs of the text: what they are found by, how they are shown, what they mean."""
+
+
+def legend(text: str) -> list[str]:
+    """Lines that explain the signs which `text`, of `describe`, has."""
+    used = [(shown, meaning) for sign, shown, meaning in LEGEND if sign in text]
+    width = max((len(shown) for shown, _ in used), default=0)
+    return [f"{shown:<{width}}  {meaning}" for shown, meaning in used]
 
 
 def describe(walks: Walks, topology: PartitionTopology, placement: Mapping[str, int]) -> str:

@@ -45,6 +45,7 @@ def test_graph_shows_walks_edges_streams_and_where_nodes_run(composite, tmp_path
         assert ranks == {str(rank)}, node
     for part in ("partition ", "  walk ", "loop ", "\nstreams\n", " -> client as "):
         assert part in result.stdout
+    assert "credit  " in result.stdout.partition("\nsigns\n")[2]
 
 
 def test_graph_of_a_checkpoint(checkpoint):
@@ -57,7 +58,7 @@ def test_check_of_a_good_file(checkpoint, tmp_path):
     path = deployment_file(tmp_path, model="llama", checkpoint=str(checkpoint), max_seq_len=99)
     result = command("check", path)
     assert result.exit_code == 0, result.output
-    assert f"{path}: llama on 1 worker(s), up to 99 tokens\n  worker 0: LLM\n" in result.stdout
+    assert f"{path}: llama on 1 worker, up to 99 tokens\n  worker 0: LLM\n" in result.stdout
     for fact in ("python", "torch", "cores", "free memory", "C++ compiler"):
         assert f" {fact}  " in result.stdout
 
@@ -65,7 +66,7 @@ def test_check_of_a_good_file(checkpoint, tmp_path):
 def test_check_of_values_without_a_file_is_of_the_default_with_them(checkpoint):
     result = command("check", "--set", f"checkpoint={checkpoint}", "--set", "max_seq_len=99")
     assert result.exit_code == 0, result.output
-    assert "smollm2: llama on 1 worker(s), up to 99 tokens\n" in result.stdout
+    assert "smollm2: llama on 1 worker, up to 99 tokens\n" in result.stdout
     result = command("check", "--set", "server.prot=1")
     assert result.exit_code == 1
     assert "server.prot: unknown key" in result.stdout
@@ -126,7 +127,7 @@ def test_check_announces_a_cache_that_is_smaller_than_the_context(checkpoint, ma
     values = (f"checkpoint={checkpoint}", f"max_seq_len={max_seq_len}", "resources.kv.num_pages=2")
     result = command("check", *(word for value in values for word in ("--set", value)))
     assert result.exit_code == 0, result.output
-    said = "  kv holds 128 tokens, fewer than max_seq_len (129): no request can be longer than that\n"
+    said = "  kv holds 128 tokens, fewer than max_seq_len (129): no request can be longer\n"
     assert (said in result.stdout) == ("fewer than" in result.stdout) == is_short
 
 

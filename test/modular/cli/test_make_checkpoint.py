@@ -36,7 +36,7 @@ def test_what_was_made_passes_the_check(tiny, tmp_path, target: str):
     result = command("check", *arguments)
     assert result.exit_code == 0, result.output
     assert "qwen3_5 on " in result.stdout
-    assert "up to 32768 tokens" in result.stdout
+    assert "up to 32,768 tokens" in result.stdout
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_4b", "qwen3_5_9b_tp2"])

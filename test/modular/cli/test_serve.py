@@ -101,5 +101,5 @@ def test_a_cache_that_is_smaller_than_the_context_is_announced(checkpoint, tmp_p
     bus = LoopbackNet().bus("worker", decode_to_worker)
     worker, _ = build_rank(deployment, model, deployment.compile(model), Place("short"), bus)
     worker.close()
-    said = "kv holds 192 tokens, fewer than max_seq_len (256): no request can be longer than that"
+    said = "kv holds 192 tokens, fewer than max_seq_len (256): no request can be longer"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("WARNING", said)]

@@ -34,7 +34,7 @@ def test_an_override_that_cannot_be_applied(arguments: list[str], override: str,
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("smolm2", "no configuration file 'smolm2'; did you mean 'smollm2'?"),
+        ("smolm2", "'smolm2' is neither a file nor a shipped configuration; did you mean 'smollm2'?"),
         ("nowhere[b].gguf", "there is no file nowhere[b].gguf"),
         (".", "has no safetensors files"),
     ],

@@ -220,7 +220,7 @@ def test_caches_share_the_memory_by_page_size():
     config = EngineConfig(**SIZES, resource_bytes=5 * (big + small))
     plan = {row.name: row for row in plan_memory([two], config)}
     assert plan["a"].num_bytes == 5 * big and plan["b"].num_bytes == 5 * small
-    assert "4 pages of 4 tokens" in plan["a"].detail  # one more is the sink
+    assert "16 tokens in 4 pages of 4" in plan["a"].detail  # one more is the sink
     assert engine.memory.most_tokens() == 16
 
 

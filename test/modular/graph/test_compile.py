@@ -9,6 +9,7 @@ from support.graph_bench import compile_one, edge, emit, keep, node
 
 from mstar.graph.base import EMPTY_DESTINATION, GraphSection, Loop, LoopLimit, Parallel, Sequential
 from mstar.graph.compile import CompiledGraph, compile_walks
+from mstar.graph.describe import legend
 from mstar.graph.protocol import GraphError, ReadyKey, SlotRef
 from mstar.streaming.chunk_policy import ChunkPolicy, fixed, sliding
 from mstar.streaming.topology import Connection, Partition, PartitionTopology
@@ -157,6 +158,8 @@ def test_description_names_everything() -> None:
     lm = compile_one({"prefill": PREFILL, "decode": DECODE}).describe()
     assert "loop decode, at most the request's n times" in lm
     assert "token -> nowhere, kept for later walks" in lm
+    assert [line.split("  ")[0] for line in legend(text)] == ["stream-fed", "credit"]
+    assert [line.split("  ")[0] for line in legend(lm)] == ["-> nowhere", "kept"], "of what is there only"
 
 
 WALK_ERRORS: list[tuple[dict[str, GraphSection], tuple[str, ...], str]] = [

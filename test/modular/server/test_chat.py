@@ -162,7 +162,7 @@ def test_the_memory_plan_has_the_weights_in_it(_started):
     said = _started[1]
     assert said.index("Memory plan of worker 0") < said.index("mstar is ready")
     assert re.search(r"weights +│ 134\.5 M parameters of the checkpoint in \w+", said)
-    assert re.search(r"kv +│ 48 pages of 64 tokens = 3072", said)
+    assert re.search(r"kv +│ 3,072 tokens in 48 pages of 64, ", said)
 
 
 # Text assembly and stopping.
