@@ -4,6 +4,7 @@ only."""
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
@@ -60,10 +61,13 @@ async def trace(request: Request, seconds: Annotated[float, Query(gt=0, le=3600)
     handle = front_of(request).handle
     since = handle.now() - seconds
     reports = await handle.steps_since(since)
-    times, now = handle.times_since(since), handle.now()
+    times, now, time_of_day = handle.times_since(since), handle.now(), datetime.now(UTC)
+
+    def write() -> bytes:
+        return msgspec.json.encode(chrome_trace(times, reports, now, time_of_day, __version__))
+
     # On a thread: of a busy server it is some hundred thousand objects, and streams go on meanwhile.
-    body = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(times, reports, now, __version__)))
-    return Response(body, media_type="application/json")
+    return Response(await asyncio.to_thread(write), media_type="application/json")
 
 
 @router.delete("/v1/requests/{request_id}", **describe(None, "Abort a running request", answer=AbortAnswer))

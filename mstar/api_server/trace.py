@@ -1,14 +1,16 @@
 """`/debug/trace`: requests and the steps of every rank as Chrome's trace events, for Perfetto and the like. Pure.
 
 Format: "Trace Event Format" (Google): complete events (`ph: X`) with `ts` and `dur` in microseconds; on one track they
-nest or follow each other. Track 1 of a rank's process is its loop, track 2 its device. The process of requests has, for
-each choice, a track with its phases and one for each rank with the runs of nodes that had it among their rows.
+nest or follow each other. `ts` counts from the first of them, which began at `otherData.began_at`. Track 1 of a rank's
+process is its loop, track 2 its device. The process of requests has, for each choice, a track with its phases and one
+for each rank with the runs of nodes that had it among their rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from mstar.communication.messages import StepReport
@@ -20,10 +22,14 @@ Event = dict[str, Any]
 
 
 def chrome_trace(
-    requests: Iterable[RequestTimes], reports: Mapping[int, StepReport | None], now: float, version: str
+    requests: Iterable[RequestTimes],
+    reports: Mapping[int, StepReport | None],
+    now: float,
+    time_of_day: datetime,
+    version: str,
 ) -> dict[str, Any]:
-    """`now`: seconds of the clock that the times are of; what still runs ends there. `reports`: by rank; None: it did
-    not answer, which `otherData` tells."""
+    """`now`: seconds of the clock that the times are of, and `time_of_day` the same moment; what still runs ends there.
+    `reports`: by rank; None: it did not answer, which `otherData` tells."""
     events = [_named("process_name", REQUESTS_PID, 0, "requests")]
     runs: dict[str, dict[int, list[_Run]]] = {}
     for rank, report in reports.items():
@@ -37,11 +43,16 @@ def chrome_trace(
             events += _step_events(report, pid)
             _collect_runs(report, runs)
     events += _request_events(requests, runs, now)
+    spans = [event for event in events if event["ph"] == "X"]
+    first_us = min((span["ts"] for span in spans), default=now * 1e6)
+    for span in spans:
+        span["ts"] = round(span["ts"] - first_us, 3)
+    began_at = time_of_day + timedelta(microseconds=first_us - now * 1e6)
     silent = [rank for rank, report in reports.items() if report is None]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"version": version, "clock": "monotonic", "ranks_without_answer": silent},
+        "otherData": {"version": version, "began_at": began_at.isoformat(), "ranks_without_answer": silent},
     }
 
 

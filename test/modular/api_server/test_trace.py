@@ -1,6 +1,7 @@
 """`/debug/trace`: hand-made steps and requests as a Chrome trace, and the route over a running front."""
 
 from collections import defaultdict
+from datetime import UTC, datetime
 from typing import Any
 
 from support.running_front import RunningFront
@@ -12,6 +13,8 @@ from mstar.conductor.request_times import ChoiceTimes, RequestTimes
 
 MS = 1_000_000
 ROUNDING_US = 0.01
+AT = datetime(2030, 1, 2, 3, 4, 5, 40_000, tzinfo=UTC)
+"""When the clock of the times shows 0.04."""
 
 
 def report(**changes: Any) -> StepReport:
@@ -63,7 +66,7 @@ def names(document: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def test_steps_of_a_rank():
-    document = chrome_trace([], {0: report(), 1: None}, 0.04, "1")
+    document = chrome_trace([], {0: report(), 1: None}, 0.04, AT, "1")
     tracks = complete(document)
     device = tracks[1, DEVICE_TID]
     assert [event["name"] for event in device] == ["LLM prefill", "LLM decode + prefill", "LLM decode"]
@@ -80,12 +83,29 @@ def test_steps_of_a_rank():
     assert {"worker 0", "worker 1", "requests"} <= names(document).keys()
 
 
+def test_times_count_from_the_first_event():
+    base = 3_000_000 * 10**9  # a machine that has run for a month
+    moved = {
+        name: [at + base + 7 * MS for at in getattr(report(), name)]
+        for name in ("composed_ns", "submitted_ns", "began_ns", "ended_ns")
+    }
+    document = chrome_trace([], {0: report(**moved)}, base / 1e9 + 0.04, AT, "1")
+    device = complete(document)[1, DEVICE_TID]
+    assert [(event["ts"], event["dur"]) for event in device] == [(1000, 10000), (11000, 10000), (21000, 10000)]
+    assert document["otherData"]["began_at"] == "2030-01-02T03:04:05.007000+00:00"
+    assert chrome_trace([], {}, 0.04, AT, "1")["otherData"]["began_at"] == "2030-01-02T03:04:05.040000+00:00"
+
+
 def test_requests_on_nodes_and_ranks():
     done = ChoiceTimes("w-0", 0.0005, 0.011, 0.032, "stop", 3)
     runs = ChoiceTimes("w-1", 0.005, 0.021)
     other = report(rank=1, nodes=["vision"] * 3, walks=["encode"] * 4)
     document = chrome_trace(
-        [times("req-a", done, ended_at=0.032), times("req-b", runs), times("req-c")], {0: report(), 1: other}, 0.04, "1"
+        [times("req-a", done, ended_at=0.032), times("req-b", runs), times("req-c")],
+        {0: report(), 1: other},
+        0.04,
+        AT,
+        "1",
     )
     tracks, named = complete(document), names(document)
     whole, *phases = tracks[named["req-a"]]
@@ -114,7 +134,7 @@ def test_requests_on_nodes_and_ranks():
 
 def test_a_failed_request_with_two_choices():
     choices = [ChoiceTimes(f"w-{i}", 0.001, None, 0.02, "request_timeout") for i in range(2)]
-    document = chrome_trace([times("req", *choices, ended_at=0.02, failure="request_timeout")], {}, 0.04, "1")
+    document = chrome_trace([times("req", *choices, ended_at=0.02, failure="request_timeout")], {}, 0.04, AT, "1")
     tracks, named = complete(document), names(document)
     for name in ("req [0]", "req [1]"):
         events = tracks[named[name]]
