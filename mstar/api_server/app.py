@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -39,12 +40,14 @@ ROUTERS = (
 
 def create_app(front: FrontState) -> FastAPI:
     """An ASGI application over a conductor that runs on the same loop."""
-    app = FastAPI(
+    app = FastAPIOffline(
         title="M*",
         version=__version__,
         description="OpenAI-compatible inference server.",
         redoc_url=None,
         redirect_slashes=False,
+        static_url="/docs/files",
+        favicon_url="/page/icon.svg",
     )
     app.state.front = front
     for router in ROUTERS:

@@ -1,5 +1,7 @@
 """The OpenAPI document describes the server; a fuzzer that knows only the document is let loose in `server`."""
 
+import re
+
 from support.running_front import MODEL, RunningFront
 
 
@@ -22,3 +24,14 @@ def test_whole_answers_are_described(front: RunningFront):
             for answer in operation["responses"].values():
                 name = answer["content"]["application/json"]["schema"].get("$ref", "#/components/schemas/Error")
                 assert name.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+def test_the_page_of_the_document_needs_nothing_from_elsewhere(front: RunningFront):
+    page = front.http.get("/docs")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    loaded = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    kinds = {path: front.http.get(path).headers["content-type"].partition(";")[0] for path in loaded}
+    assert sorted(kinds.values()) == ["image/svg+xml", "text/css", "text/javascript"]
+    assert all(path.startswith("/") for path in loaded) and "https://" not in page.text
+    assert "url: '/openapi.json'" in page.text
+    assert front.http.get("/docs/files/nope.js").json()["error"]["code"] == "not_found"
