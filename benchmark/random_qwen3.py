@@ -21,7 +21,7 @@ from mstar.layers.norm import RMSNorm
 from mstar.model.base import ModelCard, ModelSetup
 from mstar.model.llama.config import LlamaConfig
 from mstar.model.llama.model import LlamaModel
-from mstar.model.llama.network import LlamaNetwork
+from mstar.model.llama.network import LlamaLayer, LlamaNetwork
 from mstar.model.llama.submodules import LlamaSubmodule
 from mstar.model.submodule_context import SubmoduleContext
 
@@ -77,6 +77,7 @@ def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
     config = LlamaConfig.from_mapping(SHAPE)
     network = LlamaNetwork(config, dtype=context.dtype, device=context.device)
     for index, layer in enumerate(network.layers):
+        assert isinstance(layer, LlamaLayer)
         layer.self_attn = NormedAttention(index, config, dtype=context.dtype, device=context.device)
     draw_weights(network, context.device)
     pack_weights(network)

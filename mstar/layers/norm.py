@@ -29,10 +29,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
 
-    def norm_in_place(self, x: Tensor) -> Tensor:
-        """The norm written over `x [..., width]`, which may be a view such as some heads of each token."""
-        return ops.rms_norm(x, self.weight, self.eps, out=x, zero_centered=self.zero_centered)
-
     def onto(self, residual: Tensor) -> AddNorm:
         """The norm of `residual` after an addition to it, as an argument of what is added."""
         return AddNorm(residual, self.weight, self.eps, self.zero_centered)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mstar.engine.host_columns import to_device
 
-NEG_INF = float("-inf")
-
 
 class TableRows:
     """Rows of a table, by handle: 0 for a handle without one. Freed rows are used again first."""

@@ -68,9 +68,10 @@ class LlamaSubmodule(NodeSubmodule):
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         assert inputs.tokens is not None and inputs.last is not None
+        x = self.network.embed_tokens.embed(inputs.tokens)  # [tokens, hidden]
         if graph_walk == EMBED:
-            return {"embedding": pool_last(self.network.forward_hidden(inputs.tokens), inputs.last)}
-        return {"token": self.sampler(self.network(inputs.tokens, inputs.last))}
+            return {"embedding": pool_last(self.network.forward_hidden(x), inputs.last)}
+        return {"token": self.sampler(self.network(x, inputs.last))}
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
         if graph_walk == EMBED:

@@ -1,4 +1,4 @@
-"""The Qwen3.5 language model on packed tokens: embedding, decoder layers, final norm, logits. Tensor in, tensor out.
+"""The Qwen3.5 language model on packed tokens. Tensor in, tensor out.
 
 Layers mix tokens either by gated attention or by the gated delta rule, and each has a dense feed-forward part or one of
 experts. Module names follow the checkpoint's, apart from packed projections. Formulas: `Qwen3_5ForCausalLM` and
@@ -7,13 +7,10 @@ experts. Module names follow the checkpoint's, apart from packed projections. Fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
-from mstar.layers.embedding import OutputHead, TiedEmbedding, TokenEmbedding, select_rows
+from mstar.layers.decoder import Decoder
 from mstar.layers.gated_attention import GatedAttention
 from mstar.layers.gated_delta_net import GatedDeltaNet
 from mstar.layers.mlp import GatedMLP
@@ -23,8 +20,7 @@ from mstar.model.qwen3_5.config import FULL, Qwen35Config
 
 
 class Qwen35Layer(nn.Module):
-    """One decoder layer. `x` is its normalized input, `residual` the stream that the layer adds to, in place; what it
-    returns is the next layer's `x`, by `next_norm`.
+    """One layer (see `DecoderLayer`).
 
     `index` counts all layers, `place` those of the same type.
     """
@@ -83,40 +79,23 @@ class Qwen35Layer(nn.Module):
         return self.mlp(x, next_norm.onto(residual))
 
 
-class Qwen35Network(nn.Module):
-    """`forward` gives logits of chosen tokens. Build it on the meta device, load it, then `pack_weights`."""
-
-    embed_tokens: TokenEmbedding | TiedEmbedding
+class Qwen35Network(Decoder):
+    """Build it on the meta device, load it, then `pack_weights`."""
 
     def __init__(self, c: Qwen35Config, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        if c.tie_word_embeddings:
-            self.embed_tokens = self.lm_head = TiedEmbedding(c.vocab_size, c.hidden_size, dtype=dtype, device=device)
-        else:
-            self.embed_tokens = TokenEmbedding(c.vocab_size, c.hidden_size, dtype=dtype, device=device)
-            self.lm_head = OutputHead(c.hidden_size, c.vocab_size, dtype=dtype, device=device)
         layers = (
             Qwen35Layer(c, index, c.layer_types[:index].count(kind), dtype=dtype, device=device)
             for index, kind in enumerate(c.layer_types)
         )
-        self.layers = cast("Sequence[Qwen35Layer]", nn.ModuleList(layers))
-        self.norm = _norm(c, dtype=dtype, device=device)
-
-    def forward(self, embeddings: Tensor, last: Tensor) -> Tensor:
-        """Logits fp32 `[rows, vocab]` of the tokens at `last` int64 `[rows]`, for `embeddings [tokens, hidden]` of
-        `embed_tokens` (overwritten)."""
-        return self.lm_head(select_rows(self.forward_hidden(embeddings), last))
-
-    def forward_hidden(self, embeddings: Tensor) -> Tensor:
-        """`[tokens, hidden]` after the final norm; `embeddings` are overwritten."""
-        residual = embeddings
-        x = self.layers[0].input_layernorm(residual)
-        for layer, next_norm in zip(self.layers, self._norms_after_layers(), strict=True):
-            x = layer(x, residual, next_norm)
-        return x
-
-    def _norms_after_layers(self) -> list[RMSNorm]:
-        return [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        super().__init__(
+            layers,
+            _norm(c, dtype=dtype, device=device),
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            tied=c.tie_word_embeddings,
+            dtype=dtype,
+            device=device,
+        )
 
 
 def _norm(c: Qwen35Config, *, dtype: torch.dtype, device: torch.device | str) -> RMSNorm:

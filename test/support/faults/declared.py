@@ -6,7 +6,6 @@ and files, ask `Fault.strike` at each call, and let what it does happen there.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,21 +33,6 @@ def run_out_of_memory() -> None:
 def lose_the_device() -> None:
     """What torch raises when a device has been left unusable by work that was launched on it."""
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-
-class Stuck:
-    """The effect of a fault that blocks whoever it strikes until `release`."""
-
-    def __init__(self) -> None:
-        self.began = threading.Event()
-        self._released = threading.Event()
-
-    def __call__(self) -> None:
-        self.began.set()
-        assert self._released.wait(60), "a stuck step was never released"
-
-    def release(self) -> None:
-        self._released.set()
 
 
 class Call(NamedTuple):

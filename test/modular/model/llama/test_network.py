@@ -37,6 +37,10 @@ def _ours(v: Variant, reference):
     return network, resources
 
 
+def _logits(network: LlamaNetwork, tokens: list[int], last: list[int]) -> torch.Tensor:
+    return network(network.embed_tokens.embed(torch.tensor(tokens)), torch.tensor(last))
+
+
 def _assert_close(ours: torch.Tensor, reference: torch.Tensor) -> None:
     assert ours.dtype == torch.float32
     assert (ours - reference).norm() <= TOLERANCE * reference.norm()
@@ -50,10 +54,10 @@ def test_logits_equal_the_reference_in_prefill_and_decode(v: Variant):
     network, resources = _ours(v, reference)
     expected = reference(torch.tensor([PROMPT])).logits[0]  # [tokens, vocab]
     resources.begin(20)
-    _assert_close(network(torch.tensor(PROMPT[:20]), torch.arange(20)), expected[:20])
+    _assert_close(_logits(network, PROMPT[:20], list(range(20))), expected[:20])
     for position in range(20, len(PROMPT)):
         resources.begin(1)
-        _assert_close(network(torch.tensor(PROMPT[position : position + 1]), torch.tensor([0])), expected[[position]])
+        _assert_close(_logits(network, PROMPT[position : position + 1], [0]), expected[[position]])
 
 
 @torch.no_grad()
@@ -66,7 +70,7 @@ def test_a_prompt_in_pieces_gives_the_same_logits():
         start = 0
         for size in split(len(PROMPT), parts):
             resources.begin(size)
-            logits = network(torch.tensor(PROMPT[start : start + size]), torch.tensor([size - 1]))
+            logits = _logits(network, PROMPT[start : start + size], [size - 1])
             start += size
         _assert_close(logits, expected)
 
@@ -78,7 +82,7 @@ def test_hidden_states_equal_the_reference():
     network, resources = _ours(v, reference)
     resources.begin(len(PROMPT))
     expected = reference.model(torch.tensor([PROMPT])).last_hidden_state[0]
-    _assert_close(network.forward_hidden(torch.tensor(PROMPT)), expected)
+    _assert_close(network.forward_hidden(network.embed_tokens.embed(torch.tensor(PROMPT))), expected)
 
 
 @pytest.mark.parametrize("name", ["llama3_rope", "linear_rope"])
@@ -118,7 +122,7 @@ def test_a_decode_forward_can_be_recorded():
         pytest.skip("the compiled kernels are not available on this machine")
     resources.begin(len(PROMPT))
     tokens, last = torch.tensor(PROMPT), torch.tensor([len(PROMPT) - 1])
-    tape, logits = ops.record(lambda: network(tokens, last))
+    tape, logits = ops.record(lambda: network(network.embed_tokens.embed(tokens), last))
     expected = reference(tokens[None]).logits[0, -1:]
     _assert_close(logits, expected)
     tokens.copy_(tokens.flip(0))
