@@ -7,6 +7,7 @@ the first tick on, first token included.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -150,6 +151,8 @@ def _in_process(
     begin = time.perf_counter()
     instance = LocalInstance(deployment, clock=recorder)
     result["start_s"] = round(time.perf_counter() - begin, 1)
+    gc.collect()
+    gc.freeze()  # as a worker process does: no collection walks what start-up made
     _ready(f"{result['model']} on {result['hardware']}, {result['start_s']} s to start", hold=hold)
     for shape in wanted:
         run(instance, recorder, shape, seed=0)  # what it needs is there afterwards

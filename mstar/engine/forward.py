@@ -162,7 +162,7 @@ def record_bucket(
 
     bucket.graph.capture(run, memory)
     for item in touched:
-        item.resource.end_capture(item.facts)
+        item.resource.end_capture(item.facts, staged, memory)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

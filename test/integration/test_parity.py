@@ -134,7 +134,7 @@ def test_many_short_prompts_in_one_replay(tiny: Tiny, poisoned: None):
     reference.close()
 
 
-def test_a_step_is_one_replay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_is_one_replay_and_a_random_choice_another(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
     replays: list[int] = []
     plain = torch.cuda.CUDAGraph.replay
 
@@ -143,10 +143,12 @@ def test_a_step_is_one_replay(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
         plain(self)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counting)
-    instance = tiny.open()
-    generate(instance, tiny.prompts[:5], TOKENS)
-    # Prompts in one step or, where states are kept in their middle, in two; rows that have ended once more.
-    assert TOKENS <= len(replays) <= TOKENS + 2
+    instance = tiny.open(prefix_cache={"enabled": False})
+    for sampling, in_a_step in (({}, 1), ({"temperature": 0.9, "top_p": 0.9, "seed": 3}, 2)):
+        replays.clear()
+        generate(instance, tiny.prompts[:5], TOKENS, **sampling)
+        # Prompts in one step or, where states are kept in their middle, in two; rows that have ended once more.
+        assert TOKENS * in_a_step <= len(replays) <= (TOKENS + 2) * in_a_step
     instance.close()
 
 

@@ -20,6 +20,7 @@ from mstar.engine.transaction import Transaction
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mstar.engine.device_graph import GraphMemory
     from mstar.engine.staging import StagingField, StepShape
 
 
@@ -148,8 +149,9 @@ class Resource(ABC, Generic[S]):
     def end_forward(self, plan: Any) -> None:
         """The forward has succeeded: write what later steps read. Runs on the executor, inside of what is captured."""
 
-    def end_capture(self, plan: Any) -> None:
-        """The forward has been captured with this plan: keep in it what `begin_replay` needs."""
+    def end_capture(self, plan: Any, staging: Mapping[str, Tensor], memory: GraphMemory) -> None:
+        """The forward has been captured with this plan: keep in it what `begin_replay` needs; and capture, in the same
+        `memory`, what `draw` does behind replays."""
 
     def draw(self, plan: Any, allowed: AllowedTokens | None) -> None:
         """Behind a forward or a replay, and outside of what is captured: decide on what it computed. Runs on the

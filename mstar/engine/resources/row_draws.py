@@ -41,7 +41,10 @@ class DrawTables(NamedTuple):
 
 
 class RowDraws(Protocol):
-    """Both write into `tokens`; `logits` fp32 [step rows, vocab] may be overwritten."""
+    """Both write into `tokens`; `logits` fp32 [step rows, vocab] may be overwritten. `capturable`: what `choose`
+    launches depends on the number of entries only; one whose row is negative is nobody."""
+
+    capturable: bool
 
     def largest(self, logits: Tensor, tokens: Tensor) -> None:
         """Each row's largest logit, the lowest index among equals."""
@@ -75,6 +78,8 @@ def row_draws(tables: DrawTables, device: torch.device) -> RowDraws:
 
 class TorchDraws:
     """See the module docstring. Without a host read on an accelerator, but sorting whole vocabularies there."""
+
+    capturable = False
 
     def __init__(self, tables: DrawTables) -> None:
         self._tables = tables
@@ -132,6 +137,8 @@ class TorchDraws:
 
 class KernelDraws:
     """See the module docstring. No host read, no sort."""
+
+    capturable = True
 
     def __init__(self, tables: DrawTables, kernels: SamplingKernels) -> None:
         self._tables = tables

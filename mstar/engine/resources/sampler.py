@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mstar.communication.messages import SamplingParams
-from mstar.engine.device_graph import borrowed
+from mstar.engine.device_graph import DeviceGraph, GraphMemory, borrowed
 from mstar.engine.execution import AllowedTokens, StepOutputs
 from mstar.engine.host_columns import to_device
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
@@ -78,6 +78,7 @@ class Sampler(Resource[SamplerStep]):
         self.drawn: Tensor = self._tokens[:0]
         """What the running step draws (executor); an output that is this very tensor stays in the live column."""
         self._logits = _NO_LOGITS
+        self._graph: DeviceGraph | None = None
         self._logprobs: Tensor | None = None
 
     def open(self, handle: int, config: OpenConfig) -> None:
@@ -172,6 +173,7 @@ class Sampler(Resource[SamplerStep]):
         self._plan = plan
         self._staged = staging
         self._logprobs = None
+        self._graph = None
         if not plan.staged:
             cut = (self._uploaded(group).items() for group in plan.groups().values())
             names = self._names.values()
@@ -183,14 +185,23 @@ class Sampler(Resource[SamplerStep]):
     def begin_replay(self, plan: SamplingPlan, captured: SamplingPlan, staging: Mapping[str, Tensor]) -> None:
         self.begin_forward(plan, staging)
         assert captured.captured is not None
-        self._logits, self.drawn = captured.captured
+        self._logits, self.drawn, self._graph = captured.captured
 
     def end_forward(self, plan: SamplingPlan) -> None:
         self._write_live()
 
-    def end_capture(self, plan: SamplingPlan) -> None:
-        plan.captured = CapturedDraw(borrowed(self._logits), self.drawn)
-        self._logits = _NO_LOGITS
+    def end_capture(self, plan: SamplingPlan, staging: Mapping[str, Tensor], memory: GraphMemory) -> None:
+        logits, tokens = borrowed(self._logits), self.drawn
+        everybody = SamplingPlan(plan.handles, plan.kept, cuts=True)
+        fields = {name: staging[staged] for name, staged in self._names["sampled"].items()}
+
+        def choose() -> None:
+            self._draws.choose(logits, tokens, everybody, fields)
+            self._write_live()
+
+        graph = DeviceGraph(memory, choose) if memory.on_device and self._draws.capturable else None
+        plan.captured = CapturedDraw(logits, tokens, graph)
+        self._logits = _NO_LOGITS  # not before: the graph's own temporaries must lie elsewhere
 
     def draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
         if not self.draws_in_forward:
@@ -198,25 +209,31 @@ class Sampler(Resource[SamplerStep]):
 
     def _draw(self, plan: SamplingPlan, allowed: AllowedTokens | None) -> None:
         logits, tokens, self._logits = self._logits, self.drawn, _NO_LOGITS
-        if allowed is not None and allowed.rows.size:
-            adjusted = self._uploaded(plan.adjusted_with(allowed.rows))
-        elif plan.plain:
+        if allowed is not None and not allowed.rows.size:
+            allowed = None
+        if plan.plain and allowed is None:
             return
-        else:
-            allowed, adjusted = None, self._fields("adjusted", plan.adjusted)
-        raw, asked = logits, self._fields("asked", plan.asked)["rows"]
-        rows = asked
-        if adjusted["rows"].shape[0]:
-            if plan.asked.size:
-                raw, rows = logits[asked], torch.arange(plan.asked.size, device=self._device)
+        asked = self._fields("asked", plan.asked)["rows"] if plan.asked.size else None
+        adjusted: Mapping[str, Tensor] | None = None
+        raw, raw_rows = logits, asked
+        if allowed is not None or plan.adjusted.size:
+            if asked is not None:
+                raw, raw_rows = logits[asked], torch.arange(plan.asked.size, device=self._device)
+            if allowed is not None:
+                adjusted = self._uploaded(plan.adjusted_with(allowed.rows))
+            else:
+                adjusted = self._fields("adjusted", plan.adjusted)
             self._draws.adjust(logits, tokens, plan, adjusted, allowed)
-        if plan.sampled.size:
-            self._draws.choose(logits, tokens, plan, self._fields("sampled", plan.sampled))
-        if plan.has_counts and plan.adjusted.size:
+        if plan.sampled.size and self._graph is not None:
+            self._graph.replay()
+        else:
+            if plan.sampled.size:
+                self._draws.choose(logits, tokens, plan, self._fields("sampled", plan.sampled))
+            self._write_live()
+        if plan.has_counts and plan.adjusted.size and adjusted is not None:
             self._counts.count(adjusted["counts"], tokens[adjusted["rows"]].long().clamp_(min=0))
-        if plan.asked.size:
-            self._logprobs = self._draws.log_probabilities(raw, rows, asked, tokens, plan.num_top)
-        self._write_live()
+        if asked is not None and raw_rows is not None:
+            self._logprobs = self._draws.log_probabilities(raw, raw_rows, asked, tokens, plan.num_top)
 
     def host_outputs(self, plan: SamplingPlan) -> Mapping[str, Tensor]:
         outputs = {self.key + ".tokens": self.drawn}

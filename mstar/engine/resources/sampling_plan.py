@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from mstar.engine.device_graph import DeviceGraph
 from mstar.engine.resources.random_draw import uniforms
 from mstar.engine.resources.sampling_columns import BIAS, COUNT, CUT, LOGPROBS, MASS, SAMPLE, SamplingColumns
 
@@ -38,10 +39,12 @@ class RowGroup:
 
 
 class CapturedDraw(NamedTuple):
-    """What a replay leaves for the draw behind it: logits fp32 and tokens int32."""
+    """Behind a replay: its logits fp32 and tokens int32, and the graph in which its sampled rows draw (None: there is
+    none)."""
 
     logits: Tensor
     tokens: Tensor
+    graph: DeviceGraph | None
 
 
 NOBODY = RowGroup(np.empty(0, np.int64), {})
