@@ -14,7 +14,7 @@ def text_rows(sampler: Sampler | None, plan: StepPlan, handles: np.ndarray) -> n
     draws = np.zeros(handles.size, np.bool_)
     item = _touched(sampler, plan)
     if item is not None:
-        draws[_places(handles, item.rows.handles)] = item.facts.kept
+        draws[item.rows.places(handles)] = item.facts.kept
     return draws
 
 
@@ -23,7 +23,7 @@ def text_tokens(sampler: Sampler | None, plan: StepPlan, handles: np.ndarray) ->
     tokens = np.zeros(handles.size, np.int32)
     item = _touched(sampler, plan)
     if item is not None and sampler is not None and plan.done is not None:
-        tokens[_places(handles, item.rows.handles)] = plan.done.resource_host[sampler.key + ".tokens"]
+        tokens[item.rows.places(handles)] = plan.done.resource_host[sampler.key + ".tokens"]
     return tokens
 
 
@@ -31,11 +31,3 @@ def _touched(sampler: Sampler | None, plan: StepPlan) -> Touched | None:
     if sampler is None or not sampler.samples_text or sampler.draws_in_forward:
         return None
     return next((item for item in plan.touched if item.resource is sampler), None)
-
-
-def _places(handles: np.ndarray, chosen: np.ndarray) -> slice | np.ndarray:
-    """Where `chosen` are among `handles`."""
-    if chosen is handles:
-        return slice(None)
-    order = np.argsort(handles)
-    return order[np.searchsorted(handles, chosen, sorter=order)]

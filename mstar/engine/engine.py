@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mstar.communication.tensor_store import TensorStore
 from mstar.engine import resource_stages
@@ -37,6 +36,7 @@ from mstar.engine.step_builder import Built, StepBuilder
 from mstar.engine.step_inputs import find_inputs
 from mstar.engine.step_plan import StepPlan
 from mstar.engine.step_planner import plan_step, release_slot
+from mstar.engine.step_results import collect_results
 from mstar.engine.step_runner import StepWork
 from mstar.engine.submodule import NodeSubmodule, StopDecision
 from mstar.engine.transaction import Transaction
@@ -144,7 +144,7 @@ class Engine:
             outcome = resource_stages.admit(plan, txn)
         except ResourceFailed as error:
             txn.rollback()
-            _fail_all(step, str(error))
+            step.fail_all(str(error))
             return AdmitOutcome()
         if outcome.ok:
             step.txn = txn
@@ -168,7 +168,7 @@ class Engine:
             resource_stages.advance(plan, step.txn)
         except (HookFailed, ResourceFailed) as error:
             self._drop(step)
-            _fail_all(step, str(error))
+            step.fail_all(str(error))
             return
         except BaseException:
             self._drop(step)
@@ -241,23 +241,9 @@ class Engine:
             step.error = step.event.error
             if isinstance(step.error, torch.AcceleratorError):
                 raise step.error
-            _fail_all(step, f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}")
+            step.fail_all(f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}")
             return
-        for begin, end in done.short_of_memory:
-            message = f"the forward of {node.name} ran out of memory"
-            step.failed.update(dict.fromkeys(step.handles[begin:end].tolist(), message))
-        outputs = step.outputs
-        outputs.host.update(done.host)
-        if node.drawn is not None:
-            _note_drawn(node, step, plan, done.resource_host)
-        for item in plan.touched:
-            try:
-                step.failed.update(resource_stages.settle(item, done.resource_host, outputs))
-            except ResourceFailed as error:
-                _fail_all(step, str(error))
-        outputs.ids.update(dict.fromkeys(done.live))
-        for name, value in done.stored.items():
-            outputs.ids[name] = self._put(value, plan)
+        collect_results(node, step, plan, done, self._store)
 
     def draws(self, step: Step) -> np.ndarray:
         """bool [rows]: rows of a planned step that draw a token of text in it."""
@@ -302,7 +288,7 @@ class Engine:
         if step.error is not None:
             return
         for item in resource_stages.publishing(_plan_of(step)):
-            chosen = None if keep is None else _aligned(keep, step.handles, item.rows.handles)
+            chosen = None if keep is None else keep[item.rows.places(step.handles)]
             try:
                 resource_stages.publish(item, chosen)
             except ResourceFailed as error:
@@ -344,40 +330,6 @@ class Engine:
         assert txn is not None
         txn.rollback()
         release_slot(self._nodes[step.node], _plan_of(step))
-
-    def _put(self, value: Tensor | Sequence[Tensor | None], plan: StepPlan) -> np.ndarray:
-        """Ids by row of an output of the finished rows."""
-        if isinstance(value, Tensor):
-            ids = self._store.put_batch(value)
-        else:
-            ids = np.array([NO_TENSOR if row is None else self._store.put(row) for row in value], np.int64)
-        if plan.finished is None:
-            return ids
-        column = np.full(plan.rows.handles.size, NO_TENSOR, np.int64)
-        column[plan.finished] = ids
-        return column
-
-
-def _note_drawn(node: NodeRuntime, step: Step, plan: StepPlan, host: Mapping[str, np.ndarray]) -> None:
-    """Write down what was drawn, in case a row's cache has to be computed again."""
-    assert node.drawn is not None and node.sampler is not None
-    for item in plan.touched:
-        if item.resource is node.sampler:
-            handles, tokens = item.rows.handles, host[node.sampler.key + ".tokens"]
-            draws = _aligned(step.columns.num_draws, step.handles, handles)
-            node.drawn[handles, draws] = tokens  # rows that drew nothing will write theirs to the same place
-
-
-def _fail_all(step: Step, why: str) -> None:
-    step.failed.update(dict.fromkeys(step.handles.tolist(), why))
-
-
-def _aligned(column: np.ndarray, handles: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """`column`, given for `handles`, for some of them."""
-    if chosen is handles:
-        return column
-    order = np.argsort(handles)
-    return column[order[np.searchsorted(handles, chosen, sorter=order)]]
 
 
 def _plan_of(step: Step) -> StepPlan:

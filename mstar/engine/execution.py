@@ -7,7 +7,6 @@ by the worker's loop thread. What the device executor does for a step hangs in `
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -141,6 +140,9 @@ class Step:
     def num_rows(self) -> int:
         return len(self.handles)
 
+    def fail_all(self, why: str) -> None:
+        self.failed.update(dict.fromkeys(self.handles.tolist(), why))
+
     def unfinished_in(self, part: StepPart) -> list[int]:
         """Places of unfinished rows among those of the part."""
         if self.unfinished is None:
@@ -163,6 +165,3 @@ class AdmitOutcome(NamedTuple):
     @property
     def ok(self) -> bool:
         return not self.refused
-
-
-Gauges = Mapping[str, float]

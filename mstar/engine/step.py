@@ -29,6 +29,13 @@ class Rows(NamedTuple):
         """Every row has exactly one token."""
         return bool(np.logical_and.reduce(self.spans == 1))
 
+    def places(self, handles: np.ndarray) -> slice | np.ndarray:
+        """Where these rows are among `handles` int64 [rows], distinct ones, which hold them all."""
+        if self.handles is handles:
+            return slice(None)
+        order = np.argsort(handles)
+        return order[np.searchsorted(handles, self.handles, sorter=order)]
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceStep:

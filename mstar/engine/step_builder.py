@@ -61,7 +61,7 @@ class StepBuilder:
         try:
             return self._complete(node, step, portions, batches, restoring)
         except HookFailed as error:
-            step.failed.update(dict.fromkeys(handles.tolist(), str(error)))
+            step.fail_all(str(error))
             return Built(step, [])
 
     def _complete(

@@ -1,7 +1,7 @@
 """Tensor inputs of a step: found in the store on the loop thread, assembled on the executor when they are read.
 
-The store belongs to the loop thread, so `find_inputs` takes views out of it at submit; stacking is device work and
-waits until then. A node that reads only its tokens costs nothing here.
+The store belongs to the loop thread, so `find_inputs` takes views out of it as the step is planned; stacking is device
+work and waits until then. A node that reads only its tokens costs nothing here.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class _Timing:
         small = min(SMALL, large // 2)
         if small < 1 or not self._open(NEAR, ROUNDS * (small + large) + 1, 1):  # none is a prompt's last chunk
             raise _Unmeasured
-        streams = self._open_streams() if self._decode is not None else []
+        decoding = self._open_decoding() if self._decode is not None else []
         far = self._open_far(most)
         chunks: dict[tuple[int, int], list[_Chunk]] = defaultdict(list)
         decode: dict[int, list[float]] = defaultdict(list)
@@ -102,27 +102,27 @@ class _Timing:
             for handle, tokens in ((NEAR, small), (NEAR, large), *(((FAR, SMALL), (FAR, FAR_LARGE)) if far else ())):
                 chunks[handle, tokens].append(self._chunk(handle, tokens))
             try:
-                for rows in {1, len(streams)} if streams else ():
-                    decode[rows].append(self._decode_once(streams[:rows]))
+                for rows in {1, len(decoding)} if decoding else ():
+                    decode[rows].append(self._decode_once(decoding[:rows]))
             except _Unmeasured:  # no room for them to go on
-                streams = []
+                decoding = []
             if round_ and time.monotonic() > self._deadline:
                 break
         terms = _solve([_typical(found) for found in chunks.values()])
-        if not streams:
+        if not decoding:
             base_s, token_s = terms[:2]
             return StepCost(*terms, base_s, token_s)
-        one, all_rows = _quartile(decode[1]), _quartile(decode[len(streams)])
-        row_s = max(0.0, all_rows - one) / max(1, len(streams) - 1)
+        one, all_rows = _quartile(decode[1]), _quartile(decode[len(decoding)])
+        row_s = max(0.0, all_rows - one) / max(1, len(decoding) - 1)
         return StepCost(*terms, max(0.0, one - row_s), row_s)
 
-    def _open_streams(self) -> list[int]:
+    def _open_decoding(self) -> list[int]:
         """Requests that have drawn their first token. Raises `_Unmeasured`."""
         rows = min(DECODE_ROWS, self._engine.max_rows(self._chunks.node))
-        streams = [handle for handle in range(FAR + 1, FAR + 1 + rows) if self._open(handle, 4, 2 * ROUNDS + 2)]
-        if streams:
-            self._run([Portion(_rows(self._chunks, streams, ()))])
-        return streams
+        decoding = [handle for handle in range(FAR + 1, FAR + 1 + rows) if self._open(handle, 4, 2 * ROUNDS + 2)]
+        if decoding:
+            self._run([Portion(_rows(self._chunks, decoding, ()))])
+        return decoding
 
     def _open_far(self, most: int) -> bool:
         """A request whose cache claims much more than the near one's will hold. False: there is no room for one."""

@@ -1,7 +1,7 @@
 """`Resource`: the contract between the step runner and everything a node keeps between steps.
 
-Control plane (`introduce` ... `publish`) runs on the worker's loop thread on host integers only. Data plane (`bind`,
-`layer`, and what layer handles do) runs where the device executor runs, and reads only the step's staging slot.
+Control plane (`introduce` ... `publish`) runs on the worker's loop thread on host integers only. Data plane (`layer`
+... `narrow`, and what layer handles do) runs where the device executor runs, and reads only the step's staging slot.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from support.engine_rig import EngineRig
 from support.tiny_decoder import HEAD_DIM, KV_HEADS, LAYERS, NODE, TinyDecoder, decoder_spec
 
 from mstar.engine.chunking import ChunkingPolicy
-from mstar.engine.engine import _aligned
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.memory_plan import plan_memory
 from mstar.engine.resources.cache_policy import NO_REUSE
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec
+from mstar.engine.step import Rows
 
 PAGE_BYTES = 2 * LAYERS * 4 * KV_HEADS * HEAD_DIM * 4
 
@@ -78,7 +78,7 @@ def test_the_host_holds_what_its_bytes_hold():
 
 
 def test_what_is_kept_follows_the_rows_of_a_resource():
-    handles = np.array([7, 3, 5])
+    handles, spans = np.array([7, 3, 5]), np.ones(3, np.int32)
     keep = np.array([True, False, True])
-    assert _aligned(keep, handles, handles) is keep
-    assert _aligned(keep, handles, np.array([5, 3])).tolist() == [True, False]
+    assert keep[Rows(handles, spans).places(handles)].tolist() == keep.tolist()
+    assert keep[Rows(np.array([5, 3]), spans[:2]).places(handles)].tolist() == [True, False]
