@@ -1,6 +1,7 @@
 """Time of each CUDA kernel at the sizes of a decode step, in microseconds per call.
 
-    python -m benchmark.kernel_bench [--rows 1,8,32,64,128] [--context 384] [--json FILE] [--products]
+    python -m benchmark.kernel_bench [--rows 1,8,32,64,128] [--parts draws,..] [--context 384] [--json FILE]
+    python -m benchmark.kernel_bench --products
 
 Shapes of Qwen3.5-0.8B. Calls are captured in a CUDA graph, each over memory of its own as the layers of a model have
 it, and timed with events: the median of 5 rounds of 20 replays. Runs on one device and checks nothing; the tests do.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mstar.kernels import ops
 from mstar.kernels.fused_norms import AddNorm, GatedNorm, HeadNorms
+from mstar.kernels.sampling import sampling_kernels
 from mstar.kernels.triton import products, tile_products
 
 HIDDEN, WIDTH, VOCAB, PAGE = 1024, 3584, 248_320, 64
@@ -172,9 +174,43 @@ def delta_kernels(rows: int) -> dict[str, float]:
     return times
 
 
+def draw_kernels(rows: int) -> dict[str, float]:
+    """From largest tokens to random ones: logits of random weights, where all tokens are alike, and others with most
+    tokens far below the largest, as a trained model has them."""
+    kernels = sampling_kernels(torch.device("cuda"))
+    assert kernels is not None
+    flat = normal(rows, VOCAB, dtype=torch.float32)
+    peaked = 4 * flat
+    peaked[:, ::1000] += 20 * torch.rand(rows, -(-VOCAB // 1000), device="cuda")
+    every, uniforms = torch.arange(rows, device="cuda"), torch.rand(rows, device="cuda")
+    times: dict[str, float] = {}
+    for how, logits in (("flat", flat), ("peaked", peaked)):
+        largest = logits.argmax(1).int()
+        for name, top_k, top_p in (("", 0, 1.0), ("_top_p", 0, 0.95), ("_top_k", 20, 1.0), ("_both", 20, 0.95)):
+            table = torch.tensor([[0.8, top_k, top_p, 0, 1, 0, 0]] * rows, dtype=torch.float32, device="cuda")
+            tokens = [largest.clone() for _ in range(4)]
+            times[f"draw_{how}{name}"] = time_us([
+                lambda each=each, logits=logits, table=table: kernels.draw_tokens(
+                    logits, each.copy_(largest), every, every, uniforms, table, cuts=True
+                )
+                for each in tokens
+            ])  # fmt: skip
+    return times
+
+
+PARTS: Mapping[str, Callable[[int, int], dict[str, float]]] = {
+    "rows": lambda rows, _: row_kernels(rows),
+    "products": lambda rows, _: product_kernels(rows),
+    "attention": attention_kernels,
+    "delta": lambda rows, _: delta_kernels(rows),
+    "draws": lambda rows, _: draw_kernels(rows),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,8,32,64,128")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--context", type=int, default=384)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--products", action="store_true", help="only compare products with the library's")
@@ -185,8 +221,8 @@ def main() -> None:
         return
     results: dict[int, dict[str, float]] = {}
     for rows in map(int, args.rows.split(",")):
-        times = row_kernels(rows) | product_kernels(rows) | attention_kernels(rows, args.context) | delta_kernels(rows)
-        results[rows] = {name: round(us, 2) for name, us in times.items()}
+        times = [PARTS[part](rows, args.context) for part in args.parts.split(",")]
+        results[rows] = {name: round(us, 2) for part in times for name, us in part.items()}
         print(f"{rows} rows: {results[rows]}", flush=True)
     if args.json is not None:
         versions = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "context": args.context}

@@ -125,6 +125,31 @@ def test_a_draw_is_that_of_the_sorted_row(vocab: int, num_rows: int, levels: int
     assert torch.equal(got, expected.int()), [(i, *(float(c[i]) for c in params)) for i in (got != expected).nonzero()]
 
 
+@pytest.mark.parametrize("above", [20.0, 40.0])
+def test_most_tokens_are_far_below_the_largest(above: float) -> None:
+    """As a trained model has them."""
+    vocab, num_rows = (248_320 if ON_DEVICE else 9000), 24
+    peaks = above * torch.rand(num_rows, -(-vocab // 997), generator=torch.Generator().manual_seed(1))
+    logits = random(num_rows, vocab, seed=5, spread=4.0)
+    logits[:, ::997] += peaks
+    row = Row(num_rows, 8, vocab)
+    row.temperature = torch.full_like(row.temperature, 0.8)
+    row.top_k[::2], row.top_p[1::4] = 0, 1 - 2.0**-10
+    row.uniform[8::4], row.uniform[9::4] = 1 - 2.0**-10, 2.0**-10
+    for column, value in ((row.top_k, 0), (row.top_p, 1), (row.min_p, 0), (row.uniform, 1 - 2.0**-24)):
+        column[:4] = value
+    params = ChoiceParams(row.temperature, row.top_k, row.top_p, row.min_p, row.uniform)
+    expected = choose_tokens(logits.clone(), params, vocab, needs_mass=True)
+    got = chosen(logits, row, torch.arange(num_rows))
+    assert torch.equal(got[4:], expected[4:].int())
+    # The last ones that can be drawn at all: which it is, is a matter of an exponential's last bit.
+    shares = (logits[:4].double() / 0.8).softmax(1)
+    drawn = shares.gather(1, got[:4].long()[:, None])
+    below = torch.where(shares < drawn, shares, 0).sum(1)
+    assert (below < 2.0**-22).all() and (below + drawn[:, 0] > 2.0**-26).all()
+    assert float((logits.amax(1, keepdim=True) - logits > 0.8 * 16).float().mean()) > 0.5
+
+
 def test_a_row_draws_the_same_beside_any_others() -> None:
     logits = random(9, 5000, seed=3, spread=0.5)
     row = Row(9, 5, 5000)
