@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mstar.kernels import ops
 from mstar.kernels.fused_norms import AddNorm, GatedNorm, HeadNorms
-from mstar.kernels.sampling import sampling_kernels
 from mstar.kernels.triton import products, tile_products
+from mstar.kernels.triton.kernels import TritonKernels
 
 HIDDEN, WIDTH, VOCAB, PAGE = 1024, 3584, 248_320, 64
 HEADS, KV_HEADS, HEAD_DIM, HALF = 8, 2, 256, 32
@@ -177,8 +177,7 @@ def delta_kernels(rows: int) -> dict[str, float]:
 def draw_kernels(rows: int) -> dict[str, float]:
     """From largest tokens to random ones: logits of random weights, where all tokens are alike, and others with most
     tokens far below the largest, as a trained model has them."""
-    kernels = sampling_kernels(torch.device("cuda"))
-    assert kernels is not None
+    kernels = TritonKernels().sampling
     flat = normal(rows, VOCAB, dtype=torch.float32)
     peaked = 4 * flat
     peaked[:, ::1000] += 20 * torch.rand(rows, -(-VOCAB // 1000), device="cuda")
@@ -188,13 +187,12 @@ def draw_kernels(rows: int) -> dict[str, float]:
         largest = logits.argmax(1).int()
         for name, top_k, top_p in (("", 0, 1.0), ("_top_p", 0, 0.95), ("_top_k", 20, 1.0), ("_both", 20, 0.95)):
             table = torch.tensor([[0.8, top_k, top_p, 0, 1, 0, 0]] * rows, dtype=torch.float32, device="cuda")
-            tokens = [largest.clone() for _ in range(4)]
-            times[f"draw_{how}{name}"] = time_us([
-                lambda each=each, logits=logits, table=table: kernels.draw_tokens(
-                    logits, each.copy_(largest), every, every, uniforms, table, cuts=True
-                )
-                for each in tokens
-            ])  # fmt: skip
+            tokens = largest.clone()
+
+            def draw(logits: Tensor = logits, table: Tensor = table, tokens: Tensor = tokens) -> None:
+                kernels.draw_tokens(logits, tokens, every, every, uniforms, table, cuts=True)
+
+            times[f"draw_{how}{name}"] = time_us([draw] * 4)
     return times
 
 
