@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/performance.rst` from the files of `benchmark.engine_bench`:
+"""Writes the tables of `docs/performance.rst` from the files of `benchmark.engine_bench` and `state_precision`:
 `python -m benchmark.performance_tables`. What stands between the marks of a table is replaced, nothing else.
 """
 
@@ -75,11 +75,21 @@ def device_table(rows: Sequence[Row], _peer: Sequence[Row]) -> Iterator[Sequence
             yield str(row["conc"]), _drawn(row), *numbers, _longest(device["kernels"])
 
 
+def precision_table(rows: Sequence[Row], _peer: Sequence[Row]) -> Iterator[Sequence[str]]:
+    """Of `benchmark.state_precision`: how far the logits are from those of fp32."""
+    yield "model", "states", "tokens", "distance", "divergence, nats", "same largest logit"
+    for row in rows:
+        for part, means in row["tokens"].items():
+            numbers = f"{means['distance']:.2%}", f"{means['divergence']:.5f}", f"{means['same_largest']:.1%}"
+            yield row["dtype"], row["state_dtype"], part, *numbers
+
+
 TABLES: Mapping[str, Callable[[Sequence[Row], Sequence[Row]], Iterator[Sequence[str]]]] = {
     "decode": decode_table,
     "prefill": prefill_table,
     "ways": ways_table,
     "device": device_table,
+    "precision": precision_table,
 }
 
 

@@ -55,6 +55,12 @@ def test_rows_beside_the_peer(tmp_path):
     assert cells(tmp_path, "prefill", rows, peer) == [["8", "5,000", "4,990 to 5,010", "2,000", "2.50", "5.1"]]
 
 
+def test_precision(tmp_path):
+    tokens = {"all": {"distance": 0.06092, "divergence": 0.001896, "same_largest": 0.842}}
+    rows = [{"dtype": "bfloat16", "state_dtype": "float32", "tokens": tokens}]
+    assert cells(tmp_path, "precision", rows) == [["bfloat16", "float32", "all", "6.09%", "0.00190", "84.2%"]]
+
+
 def test_without_a_peer_there_is_no_column_for_it(tmp_path):
     assert cells(tmp_path, "decode", [row("decode", 1, 1000.0)]) == [["1", "1,000", "990 to 1,010", "1.23", "5.1"]]
 
