@@ -34,6 +34,7 @@ from mstar.worker.preemption import Preemption
 from mstar.worker.requests import RequestTable
 from mstar.worker.rid_table import RidTable
 from mstar.worker.step_counters import StepCounters
+from mstar.worker.step_end import StepEnd
 from mstar.worker.step_log import StepLog
 from mstar.worker.teardown import Teardown
 from mstar.worker.walks import WalkRunner
@@ -183,6 +184,7 @@ def assemble_worker(
         outbox=outbox,
         walks=walks,
         scheduler=MicroScheduler(graph, engine, limits, policies, requests.order),
+        step_end=StepEnd(graph, engine, walks, constrained),
         admission=admission,
         constrained=constrained,
         preemption=preemption,

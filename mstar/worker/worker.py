@@ -7,18 +7,15 @@ order of the stages; everything else belongs to the part named in the stage. `ti
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mstar.communication.bus import Bus
 from mstar.engine.engine import Engine
-from mstar.engine.execution import Step, StepPart, StepState
-from mstar.engine.submodule import StopDecision
-from mstar.graph.protocol import Gate, GraphError, GraphRuntime, Routed
+from mstar.engine.execution import Step, StepState
+from mstar.graph.protocol import Gate, GraphRuntime, Routed
 from mstar.profile.phases import PhaseClock
 from mstar.worker.admission import Admission
 from mstar.worker.grammars.constrained_rows import ConstrainedRows
@@ -29,11 +26,10 @@ from mstar.worker.micro_scheduler import MicroScheduler
 from mstar.worker.outbox import Outbox
 from mstar.worker.preemption import Preemption
 from mstar.worker.step_counters import StepCounters
+from mstar.worker.step_end import StepEnd
 from mstar.worker.step_log import StepLog
 from mstar.worker.teardown import Teardown
 from mstar.worker.walks import WalkRunner
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +43,7 @@ class WorkerParts:
     outbox: Outbox
     walks: WalkRunner
     scheduler: MicroScheduler
+    step_end: StepEnd
     admission: Admission
     constrained: ConstrainedRows
     preemption: Preemption
@@ -64,7 +61,6 @@ class Worker:
         self._overlap = overlap
         self._clock = clock
         self._cur: Step | None = None
-        self._stops: list[tuple[StepPart, StopDecision]] = []
 
     def run(self) -> None:
         """Until `Shutdown`. Blocks on the bus whenever there is neither a step nor a row to run."""
@@ -260,24 +256,12 @@ class Worker:
         self._parts.age.step = behind
 
     def check_stop(self, cur: Step) -> None:
-        """Which loops end, by host rows, by the front's wish and where a text is over."""
-        if over := self._parts.constrained.accept(cur):
-            self._parts.walks.stop_rows(cur.node, over)
-        self._stops = self._parts.engine.check_stop(cur)
-        for part in cur.parts:
-            wished = self._parts.walks.stopping(part.taken.key, part.taken.rows)
-            if wished and (going := cur.unfinished_in(part)):
-                wished = [i for i in wished if i not in going]
-            if wished:
-                loops = self._parts.walks.loops_around(part.taken.key)
-                self._stops.extend((part, StopDecision(np.asarray(wished), loop, finish=False)) for loop in loops)
+        """Which loops end with `cur`."""
+        self._parts.step_end.decide(cur)
 
     def drop_unwanted(self, nxt: Step | None) -> Step | None:
         """`nxt` is not worth a forward when every row in it has just stopped."""
-        if nxt is None or not self._stops:
-            return nxt
-        stopped = {part.taken.rows[i] for part, decision in self._stops for i in decision.index.tolist()}
-        if stopped.issuperset(nxt.handles.tolist()):
+        if nxt is not None and self._parts.step_end.stops_all(nxt):
             self.abandon(nxt)
             return None
         return nxt
@@ -289,10 +273,10 @@ class Worker:
         handles = cur.handles
         removed = parts.teardown.removing(handles)
         gone = cur.dropped.union(cur.failed, removed)
-        ended = self._end_loops(cur, gone)
+        ended = parts.step_end.end_loops(cur, gone)
         carried = [] if nxt is None else [nxt.parts[index].taken.rows for index in nxt.carried]
         for part in cur.parts:
-            self._complete(cur, part, gone, carried, routed)
+            parts.step_end.complete(cur, part, gone, carried, routed)
         keep = np.fromiter((row not in gone for row in handles.tolist()), np.bool_, len(handles)) if gone else None
         parts.engine.publish(cur, keep)
         if nxt is not None:
@@ -321,57 +305,6 @@ class Worker:
     def _undo(self, step: Step) -> None:
         self._parts.scheduler.put_back(step)
         self._parts.teardown.step_ended(step.handles)
-
-    def _end_loops(self, cur: Step, gone: set[int]) -> bool:
-        """Tell the graph which loops end with this step, if any do."""
-        parts = self._parts
-        ended = False
-        for part, decision in self._stops:
-            key = part.taken.key
-            rows = [row for i in decision.index.tolist() if (row := part.taken.rows[i]) not in gone]
-            loops = parts.walks.loops_around(key) if decision.finish else ([decision.loop] if decision.loop else [])
-            ended = ended or bool(rows)
-            try:
-                for loop in loops:
-                    parts.graph.stop_loops(rows, [loop] * len(rows))
-                if decision.finish:
-                    parts.walks.finish_rows(key, rows)
-            except GraphError as error:
-                self._refuse(cur, rows, error, gone)
-        self._stops = []
-        return ended
-
-    def _complete(
-        self, cur: Step, part: StepPart, gone: set[int], carried: Sequence[Sequence[int]], routed: Routed
-    ) -> None:
-        """Rows whose run has ended leave the step. The others stay in it for the next step that has `carried` them, or
-        go back to the front of their queue."""
-        taken = part.taken
-        ids = cur.outputs.ids_of(part)
-        rows = taken.rows
-        going = {rows[i] for i in cur.unfinished_in(part)}.difference(gone)
-        if going or (gone and not gone.isdisjoint(rows)):
-            kept = [i for i, row in enumerate(rows) if row not in gone and row not in going]
-            lost = [row for row in rows if row in gone and row not in cur.dropped]
-            if lost:
-                self._parts.graph.fail(lost)
-            waiting = going.difference(*carried)
-            if waiting:
-                self._parts.graph.give_back(taken.key, [row for row in rows if row in waiting])
-            rows = [rows[i] for i in kept]
-            ids = {name: [column[i] for i in kept] for name, column in ids.items()} if rows else ids
-        if rows:
-            try:
-                self._parts.graph.complete(taken.key, rows, ids, routed)
-            except GraphError as error:
-                self._refuse(cur, rows, error, gone)
-
-    def _refuse(self, cur: Step, rows: list[int], error: GraphError, gone: set[int]) -> None:
-        """What the node made or decided for these rows does not fit its declaration."""
-        log.error("%d rows fail: %s", len(rows), error)
-        self._parts.graph.fail(rows)
-        cur.failed.update(dict.fromkeys(rows, f"node {cur.node} broke its declaration: {error}"))
-        gone.update(rows)
 
     def _fail_rows(self, failed: dict[int, str]) -> None:
         for handle, why in failed.items():
