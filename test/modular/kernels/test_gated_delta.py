@@ -2,108 +2,54 @@
 about slots, batches and cuts."""
 
 import itertools
-import math
 from typing import NamedTuple
 
 import pytest
 import torch
+from support.gated_delta import NAN, PAST, DeltaLayer, DeltaRow, Kind, check_close
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_5 import modeling_qwen3_5 as published
 
 from mstar.kernels import ops, reference_gated_delta
 
-NAN = float("nan")
-PAST = 3
-KINDS = [(2, 2, 16, 16), (2, 4, 8, 24), (1, 3, 40, 7), (1, 1, 128, 128), (1, 2, 5, 80)]
-"""(key heads, value heads, key_dim, value_dim)"""
+KINDS = [
+    Kind(2, 2, 16, 16), Kind(2, 4, 8, 24), Kind(1, 3, 40, 7), Kind(1, 1, 128, 128), Kind(1, 2, 5, 80),
+]  # fmt: skip
 
 
-class Layer:
-    """Random weights and a pool of states; what no row owns is NaN. Inputs are columns of one projection."""
-
-    def __init__(self, kind: tuple[int, int, int, int], dtype: torch.dtype, slots: int = 9) -> None:
-        self.key_heads, self.heads, self.key_dim, self.value_dim = kind
-        self.channels = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
-        self.dtype = dtype
-        self.conv_weight = torch.randn(self.channels, PAST + 1).to(dtype)
-        self.a_log, self.dt_bias = torch.randn(self.heads), torch.randn(self.heads)
-        self.conv_state = torch.full((slots, PAST, self.channels), NAN).to(dtype)
-        self.delta_state = torch.full((slots, self.heads, self.key_dim, self.value_dim), NAN)
-
-    def inputs(self, tokens: int) -> Tensor:
-        return (torch.randn(tokens, self.channels + 2 * self.heads + 5) * 2).to(self.dtype)
-
+class Layer(DeltaLayer):
     def run(
         self, x: Tensor, lengths: list[int], slots: list[int], known: list[int], out: Tensor | None = None
     ) -> Tensor:
-        b = x[:, self.channels : self.channels + self.heads]
-        a = x[:, self.channels + self.heads : self.channels + 2 * self.heads]
         starts = torch.tensor([0, *lengths]).cumsum(0).int()
         return ops.gated_delta(
-            x[:, : self.channels], b, a, self.conv_weight, self.a_log, self.dt_bias, self.conv_state, self.delta_state,
+            *self.columns(x), self.conv_weight, self.a_log, self.dt_bias, self.conv_state, self.delta_state,
             torch.tensor(slots, dtype=torch.int32), torch.tensor(known, dtype=torch.int32), starts, self.key_heads, out,
         )  # fmt: skip
 
 
-class Row:
-    """One row in double precision, from the formulas: a token at a time, over all it has seen. Heads go together."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-        self.seen = [torch.zeros(layer.channels).double()] * PAST
-        self.state = torch.zeros(layer.heads, layer.key_dim, layer.value_dim).double()
-
-    def feed(self, x: Tensor) -> Tensor:
-        return torch.stack([self._token(token.double()) for token in x])
-
-    def _token(self, x: Tensor) -> Tensor:
-        m = self.layer
-        self.seen.append(x[: m.channels])
-        mixed = sum(self.seen[-1 - i] * m.conv_weight[:, PAST - i].double() for i in range(PAST + 1))
-        mixed = mixed / (1 + torch.exp(-mixed))
-        width = m.key_heads * m.key_dim
-        q, k = (mixed[at : at + width].view(m.key_heads, m.key_dim) for at in (0, width))
-        q, k = (each[torch.arange(m.heads) // (m.heads // m.key_heads)] for each in (q, k))
-        q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
-        v = mixed[2 * width :].view(m.heads, m.value_dim)
-        beta = 1 / (1 + torch.exp(-x[m.channels :][: m.heads, None]))
-        step = torch.log1p(torch.exp(x[m.channels + m.heads :][: m.heads] + m.dt_bias.double()))
-        decayed = self.state * torch.exp(-m.a_log.double().exp() * step)[:, None, None]
-        added = beta * (v - torch.einsum("hk,hkv->hv", k, decayed))
-        self.state = decayed + torch.einsum("hk,hv->hkv", k, added)
-        return torch.einsum("hk,hkv->hv", q / math.sqrt(m.key_dim), self.state).flatten()
-
-
-def close(got: Tensor, expected: Tensor) -> None:
-    rounding = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8}[got.dtype]
-    assert torch.isfinite(got).all()
-    assert ((got.double() - expected).abs() <= rounding * expected.abs() + 2e-5 * expected.abs().max()).all()
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_any_length_go_on_from_their_states(
-    kernels: str, dtype: torch.dtype, kind: tuple[int, int, int, int]
-) -> None:
+def test_rows_of_any_length_go_on_from_their_states(kernels: str, dtype: torch.dtype, kind: Kind) -> None:
     layer = Layer(kind, dtype)
     lengths, slots = [1, 70, 2, 0, 5, 1], [4, 1, 7, 3, 2, 8]
-    rows = [Row(layer) for _ in lengths]
+    rows = [DeltaRow(layer) for _ in lengths]
     for step, known in enumerate(([0] * 6, [1] * 6, [1, 0, 1, 1, 0, 1])):
         for i, kept in enumerate(known):
             if not kept:
-                rows[i] = Row(layer)
+                rows[i] = DeltaRow(layer)
         x = layer.inputs(sum(lengths) + 2)
         x[-2:] = NAN  # padding tokens
-        out = torch.full((len(x), layer.heads * layer.value_dim + 3), 9.0).to(dtype)
-        view = out[:, : layer.heads * layer.value_dim]
+        out = torch.full((len(x), layer.width + 3), 9.0).to(dtype)
+        view = out[:, : layer.width]
         assert layer.run(x, lengths, slots, known, view) is view
         assert (out[-2:] == 9).all() and (out[:, view.shape[1] :] == 9).all()
         start = 0
         for row, length, slot in zip(rows, lengths, slots, strict=True):
             if length:
                 part = slice(start, start + length)
-                close(view[part], row.feed(x[part]))
-                close(layer.delta_state[slot], row.state)
+                check_close(view[part], row.feed(x[part]))
+                check_close(layer.delta_state[slot], row.state)
                 assert torch.equal(layer.conv_state[slot].double(), torch.stack(row.seen[-PAST:]))
             start += length
         untouched = [0, 3, 5, 6]
@@ -114,17 +60,15 @@ def test_rows_of_any_length_go_on_from_their_states(
 def test_a_row_without_a_slot_gets_zeros_and_touches_nothing(kernels: str, dtype: torch.dtype) -> None:
     layer = Layer(KINDS[0], dtype)
     x = layer.inputs(5)
-    expected = Row(layer).feed(x[2:4])
+    expected = DeltaRow(layer).feed(x[2:4])
     got = layer.run(x, [2, 2, 1], [-1, 3, -1], [1, 0, 0])
     assert (got[:2] == 0).all() and (got[4:] == 0).all()
-    close(got[2:4], expected)
+    check_close(got[2:4], expected)
     assert layer.delta_state[[0, 1, 2, 4, 5, 6, 7, 8]].isnan().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_batch_and_any_cut_give_the_same_bits(
-    compiled: str, dtype: torch.dtype, kind: tuple[int, int, int, int]
-) -> None:
+def test_any_batch_and_any_cut_give_the_same_bits(compiled: str, dtype: torch.dtype, kind: Kind) -> None:
     layer = Layer(kind, dtype)
     lengths = [90, 33, 1, 64]
     x = layer.inputs(sum(lengths))
@@ -145,7 +89,7 @@ def test_any_batch_and_any_cut_give_the_same_bits(
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_number_of_threads_changes_no_bit(compiled: str, threads: int) -> None:
-    layer = Layer((1, 2, 64, 160), torch.float32)
+    layer = Layer(Kind(1, 2, 64, 160), torch.float32)
     x = layer.inputs(300)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -180,8 +124,8 @@ def published_row(layer: Layer, x: Tensor, state: Tensor | None, history: Tensor
     return PublishedRow(out[0].flatten(1), after[0])
 
 
-@pytest.mark.parametrize("kind", [(2, 2, 16, 16), (2, 4, 32, 16)])
-def test_the_published_implementation_agrees(kernels: str, kind: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("kind", [Kind(2, 2, 16, 16), Kind(2, 4, 32, 16)])
+def test_the_published_implementation_agrees(kernels: str, kind: Kind) -> None:
     layer = Layer(kind, torch.float32)
     history, state = torch.zeros(PAST, layer.channels), None
     for length in (150, 1, 1, 64, 1):
@@ -212,7 +156,7 @@ def test_extreme_gates_stay_finite(kernels: str, dtype: torch.dtype) -> None:
     x = layer.inputs(70)
     x[:, layer.channels :] *= 60
     x[3:6, : layer.channels] = 0
-    close(layer.run(x, [70], [1], [0]), Row(layer).feed(x))
+    check_close(layer.run(x, [70], [1], [0]), DeltaRow(layer).feed(x))
 
 
 def test_impossible_slots_and_lengths_are_refused(compiled: str) -> None:
@@ -229,23 +173,21 @@ def test_impossible_slots_and_lengths_are_refused(compiled: str) -> None:
 def test_a_recorded_step_goes_on_from_what_the_slots_hold(compiled: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     layer = Layer(KINDS[1], dtype)
-    x, z = layer.inputs(3), torch.randn(3, layer.heads * layer.value_dim).to(dtype)
+    x, z = layer.inputs(3), torch.randn(3, layer.width).to(dtype)
     weight = torch.rand(layer.value_dim).to(dtype)
     slots, known = torch.tensor([1, 2, 3], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
     starts = torch.arange(4, dtype=torch.int32)
 
     def forward() -> Tensor:
-        b = x[:, layer.channels : layer.channels + layer.heads]
-        a = x[:, layer.channels + layer.heads : layer.channels + 2 * layer.heads]
         out = ops.gated_delta(
-            x[:, : layer.channels], b, a, layer.conv_weight, layer.a_log, layer.dt_bias, layer.conv_state,
+            *layer.columns(x), layer.conv_weight, layer.a_log, layer.dt_bias, layer.conv_state,
             layer.delta_state, slots, known, starts, layer.key_heads,
         )  # fmt: skip
         return ops.gated_rms_norm(out, z, weight, 1e-6, out=out)
 
     with torch.inference_mode():
         tape, recorded = ops.record(forward)
-        rows = [Row(layer) for _ in range(3)]
+        rows = [DeltaRow(layer) for _ in range(3)]
         for row, token in zip(rows, x, strict=True):
             row.feed(token[None])
         known.fill_(1)
@@ -259,5 +201,5 @@ def test_a_recorded_step_goes_on_from_what_the_slots_hold(compiled: str, dtype: 
             assert torch.equal(forward(), replayed) and torch.equal(layer.delta_state.nan_to_num(), after.nan_to_num())
             for i, row in enumerate(rows):
                 row.feed(x[i : i + 1])
-                close(layer.delta_state[i + 1], row.state)
+                check_close(layer.delta_state[i + 1], row.state)
     assert tape.num_torch_operations == 0 and tape.num_kernels == 2
