@@ -15,12 +15,13 @@ export class Chat {
     this.growing = null; // the answer that is streamed
     this.frame = null;
     this.isAtEnd = true;
-    let top = 0;
-    // Only somebody who reads scrolls up; who comes back to the end wants to see what is added.
+    this.top = 0; // where the messages are scrolled to, as far as that is known here
+    // Only somebody who reads scrolls up; who comes back to the end wants to see what is added. The browser tells of a
+    // scroll a frame later, so what happened before a place was chosen here is no news.
     byId("messages").addEventListener("scroll", ({ target }) => {
-      if (target.scrollTop < top) this.isAtEnd = false;
+      if (target.scrollTop < this.top) this.isAtEnd = false;
       else if (target.scrollHeight - target.scrollTop - target.clientHeight < 40) this.isAtEnd = true;
-      top = target.scrollTop;
+      this.top = target.scrollTop;
     });
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -125,6 +126,7 @@ export class Chat {
   failed(error, answer, takeBack) {
     const said = error instanceof ApiError ? error.message : `The server cannot be reached: ${error.message}`;
     answer.fail(said);
+    this.follow();
     this.controls.mark(error.param, said);
     if (!answer.isEmpty()) return;
     takeBack();
@@ -140,6 +142,7 @@ export class Chat {
   show(element) {
     byId("messages").append(element);
     this.isAtEnd = true;
+    this.top = byId("messages").scrollTop;
     this.follow();
   }
 
@@ -148,7 +151,9 @@ export class Chat {
     this.frame ??= requestAnimationFrame(() => {
       this.frame = null;
       this.growing?.draw();
-      if (this.isAtEnd) byId("messages").scrollTop = byId("messages").scrollHeight;
+      const messages = byId("messages");
+      if (this.isAtEnd) messages.scrollTop = messages.scrollHeight;
+      this.top = messages.scrollTop;
     });
   }
 }

@@ -6,6 +6,21 @@ import { byId, el } from "./dom.js";
 const PERIOD_MS = 500;
 const CLOSED_PERIOD_MS = 3000; // with the panel closed, for the state alone
 const NUM_POINTS = 120;
+const MEANINGS = {
+  "tokens/s": "Tokens received from the workers, a second, all requests together",
+  running: "Requests that a worker has let in and that have not ended, those held back included",
+  waiting: "Choices that wait for their first output",
+  "held back": "Requests that wait for pages: held ones keep theirs, those of preempted ones were taken",
+  generated: "Tokens received from the workers since the server started",
+  prompt: "Prompt tokens of requests since the server started",
+  "from cache": "Prompt tokens that the prefix cache had, so that they were not computed",
+};
+const STATES = {
+  owned: "of requests that run",
+  live: "of requests that run",
+  cached: "kept for prompts to come, until a request needs the room",
+  snapshot: "kept for prompts to come, until a request needs the room",
+};
 
 export class Live {
   constructor(graph) {
@@ -75,7 +90,7 @@ export class Live {
   meter(name, value) {
     if (!this.meters.has(name)) {
       this.meters.set(name, el("dd"));
-      byId("meters").append(el("div", {}, el("dt", {}, name), this.meters.get(name)));
+      byId("meters").append(el("div", { title: MEANINGS[name] }, el("dt", {}, name), this.meters.get(name)));
     }
     this.meters.get(name).textContent = value;
   }
@@ -93,13 +108,15 @@ export class Live {
         const total = Object.values(states).reduce((sum, count) => sum + count, 0);
         const used = Object.entries(states).filter(([state]) => state !== "free");
         const text = used.map(([state, count]) => `${count} ${state}`).join(", ");
+        const title = used.map(([state]) => `${state}: ${STATES[state]}`).join("\n");
         const bar = el("div", { class: "bar", role: "img", "aria-label": `${name}: ${text} of ${total} ${kind}` });
         for (const [state, count] of used) {
           const part = el("i", { class: state });
           part.style.width = `${total ? (100 * count) / total : 0}%`;
           bar.append(part);
         }
-        return el("div", { class: "pool" }, el("span", {}, `${name} ${kind}`), el("span", { class: "dim" }, `${text} of ${total}`), bar);
+        return el("div", { class: "pool", title }, el("span", {}, `${name} ${kind}`),
+          el("span", { class: "dim" }, `${text} of ${total}`), bar);
       }),
     );
   }

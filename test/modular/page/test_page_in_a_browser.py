@@ -25,6 +25,7 @@ CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 READING = (650, 300)
 """A place over the messages."""
+IS_AT_END = "messages.scrollTop + messages.clientHeight > messages.scrollHeight - 5"
 UNWELL = {"error": {"message": "a worker is starting", "type": "server_error", "param": None, "code": "not_ready"}}
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script> **bold** &amp;"
 
@@ -155,20 +156,39 @@ def test_a_long_answer_is_followed_to_its_end(page: "playwright.Page", front: Ru
     front.call(lambda: setattr(front.worker, "step_s", 0.002))
     ask(page, "Go on.")
     last_answer(page)
-    is_at_end = "messages.scrollTop + messages.clientHeight > messages.scrollHeight - 5"
-    until(page, f"messages.scrollHeight > 2000 && {is_at_end}")
+    until(page, f"messages.scrollHeight > 2000 && {IS_AT_END}")
     page.mouse.move(*READING)
     page.mouse.wheel(0, -600)
-    until(page, f"!({is_at_end})")
+    until(page, f"!({IS_AT_END})")
     endless(front)
     page.fill("#prompt", "More.")
     page.keyboard.press("Enter")
-    until(page, f"messages.childElementCount == 4 && {is_at_end}")
+    until(page, f"messages.childElementCount == 4 && {IS_AT_END}")
     page.mouse.wheel(0, -600)
-    until(page, f"!({is_at_end})")
+    until(page, f"!({IS_AT_END})")
     until(page, "document.querySelector('.message:last-child .text').textContent.length > 400")
-    assert not page.evaluate(is_at_end), "who reads further up is left there"
+    assert not page.evaluate(IS_AT_END), "who reads further up is left there"
     page.keyboard.press("Escape")
+
+
+def test_who_asks_right_after_scrolling_sees_the_answer(page: "playwright.Page", front: RunningFront):
+    """The browser tells of a scroll a frame later than it happened, and by then the question has been sent."""
+    front.reply("</think>\n\n" + "a line\n" * 100)
+    ask(page, "Go on.")
+    last_answer(page)
+    until(page, f"messages.scrollHeight > 2000 && {IS_AT_END}")
+    page.fill("#prompt", "More.")
+    page.evaluate("messages.scrollTop -= 600; composer.requestSubmit()")
+    last_answer(page)
+    until(page, f"messages.childElementCount == 4 && {IS_AT_END}")
+
+
+def test_an_answer_is_followed_when_its_reasoning_folds(page: "playwright.Page", front: RunningFront):
+    front.reply("a thought\n\n" * 60 + "</think>\n\n" + "a line\n" * 100)
+    front.call(lambda: setattr(front.worker, "step_s", 0.002))
+    ask(page, "Go on.")
+    last_answer(page)
+    until(page, f"messages.scrollHeight > 2000 && {IS_AT_END}")
 
 
 def test_what_a_model_writes_stays_text(page: "playwright.Page", front: RunningFront):
@@ -408,6 +428,8 @@ def test_the_live_view_lights_up_what_runs(page: "playwright.Page", front: Runni
     assert "× 3.0 rows" in lit.inner_text() and "LLM" in lit.inner_text()
     until(page, "parseFloat(document.querySelector('#meters dd').textContent) > 5")
     assert page.get_attribute("#history polyline", "points")
+    assert page.locator("#meters > div").count() == page.locator("#meters > div[title]").count() == 7
+    assert page.locator(".pool").first.get_attribute("title") == "owned: of requests that run"
     picture(page, "live")
     page.keyboard.press("Escape")
     until(page, "document.querySelectorAll('#graph .lit').length == 0")
