@@ -78,13 +78,13 @@ class RidTable:
     name no request, such as the row that pads a batch.
     """
 
-    __slots__ = ("_first", "_free", "_handles", "_maps", "_rids")
+    __slots__ = ("_free", "_handles", "_maps", "_rids", "capacity")
 
     def __init__(self, capacity: int, first: int = 0) -> None:
         if capacity < 1 or first < 0:
             raise ValueError(f"capacity {capacity} and first {first}: expected at least 1 and at least 0")
-        self._first = first
-        self._rids: list[str | None] = [None] * (first + capacity)
+        self.capacity = capacity
+        self._rids: dict[int, str] = {}
         self._free = list(range(first + capacity - 1, first - 1, -1))
         self._handles: dict[str, int] = {}
         self._maps: list[HandleMap] = []
@@ -92,10 +92,6 @@ class RidTable:
     def __len__(self) -> int:
         """Number of live handles."""
         return len(self._handles)
-
-    @property
-    def capacity(self) -> int:
-        return len(self._rids) - self._first
 
     def handle_map(self, name: str, dispose: Callable[[Any], object] | None = None) -> HandleMap:
         """A side table that `release` purges; `name` is for messages. `dispose` is given what is purged (not what is
@@ -128,14 +124,14 @@ class RidTable:
         return list(map(self._handles.get, rids))
 
     def is_live(self, handle: int) -> bool:
-        return 0 <= handle < len(self._rids) and self._rids[handle] is not None
+        return handle in self._rids
 
     def rid(self, handle: int) -> str:
         """
         Raises:
             UnknownHandle: the handle is not live.
         """
-        rid = self._rids[handle] if 0 <= handle < len(self._rids) else None
+        rid = self._rids.get(handle)
         if rid is None:
             raise UnknownHandle(f"handle {handle} names no request ({len(self)} of {self.capacity} are live)")
         return rid
@@ -146,14 +142,10 @@ class RidTable:
         Raises:
             UnknownHandle: one of them is not live.
         """
-        rids = self._rids
         try:
-            named = [rids[handle] for handle in handles]
-        except IndexError:
-            named = [None]
-        if None in named or (len(handles) and min(handles) < 0):
+            return list(map(self._rids.__getitem__, handles))
+        except KeyError:
             return [self.rid(handle) for handle in handles]  # raises for the first bad one
-        return named  # pyright: ignore[reportReturnType]
 
     def release(self, handle: int) -> str:
         """Forgets the request and everything that any handle map holds for it; returns its id.
@@ -165,7 +157,7 @@ class RidTable:
         for purged in self._maps:
             purged.purge(handle)
         del self._handles[rid]
-        self._rids[handle] = None
+        del self._rids[handle]
         self._free.append(handle)
         return rid
 
