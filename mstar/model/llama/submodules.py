@@ -40,6 +40,9 @@ from mstar.model.loader.module_loading import load_weights
 from mstar.model.loader.weights import iter_weights
 from mstar.model.submodule_context import SubmoduleContext
 
+TOUCHES: Mapping[str, ResourceStep] = {"kv": KVStep(), "attn": AttentionStep(), "rope": PositionStep()}
+"""What every step touches."""
+
 
 class LlamaSubmodule(NodeSubmodule):
     """Prefill and embed: all prompt tokens that the cache does not hold yet. Decode: the token sampled last."""
@@ -61,10 +64,9 @@ class LlamaSubmodule(NodeSubmodule):
         return NodeBatch(rows.num_prompt - rows.lengths, np.concatenate(missing))
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
-        steps: dict[str, ResourceStep] = {"kv": KVStep(), "attn": AttentionStep(), "rope": PositionStep()}
-        if graph_walk != EMBED:
-            steps["sampler"] = SamplerStep(kept=kept)
-        return SubmoduleStep(steps, rows)
+        if graph_walk == EMBED:
+            return SubmoduleStep(TOUCHES, rows)
+        return SubmoduleStep({**TOUCHES, "sampler": SamplerStep(kept=kept)}, rows)
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         assert inputs.tokens is not None and inputs.last is not None

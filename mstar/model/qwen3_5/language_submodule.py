@@ -44,6 +44,15 @@ CUT = 64
 """Where chunks of a prompt end. References compute the gated delta rule in blocks of so many tokens, and so do
 accelerators: other cuts would give other last bits."""
 
+TOUCHES: Mapping[str, ResourceStep] = {
+    "kv": KVStep(),
+    "attn": AttentionStep(),
+    "rope": PositionStep(),
+    "state": RecurrentStep(),
+    "delta": LinearAttentionStep(),
+}
+"""What every step touches."""
+
 
 class LanguageSubmodule(NodeSubmodule):
     """Prefill and embed: all prompt tokens that the cache does not hold yet. Decode: the token sampled last.
@@ -75,16 +84,9 @@ class LanguageSubmodule(NodeSubmodule):
         return NodeBatch(rows.num_prompt - rows.lengths, missing, token_columns=columns)
 
     def declare_step(self, graph_walk: str, rows: Rows, kept: np.ndarray | None) -> SubmoduleStep:
-        steps: dict[str, ResourceStep] = {
-            "kv": KVStep(),
-            "attn": AttentionStep(),
-            "rope": PositionStep(),
-            "state": RecurrentStep(),
-            "delta": LinearAttentionStep(),
-        }
-        if graph_walk != EMBED:
-            steps["sampler"] = SamplerStep(kept=kept)
-        return SubmoduleStep(steps, rows)
+        if graph_walk == EMBED:
+            return SubmoduleStep(TOUCHES, rows)
+        return SubmoduleStep({**TOUCHES, "sampler": SamplerStep(kept=kept)}, rows)
 
     def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
         assert inputs.tokens is not None and inputs.last is not None
