@@ -130,10 +130,6 @@ class Transport:
             self._departures.pump()
         self._departures.pay_debts()
 
-    def send_acks(self) -> None:
-        """Sends what is owed to peers: when messages were read and no step is about to be routed."""
-        self._departures.pay_debts()
-
     def rest(self) -> None:
         """The worker has nothing to run: pays what is owed and gives unused shared memory back."""
         self._departures.pay_debts()

@@ -134,9 +134,6 @@ class PyGraphRuntime:
     def ready_keys(self) -> list[ReadyKey]:
         return self._ready.keys()
 
-    def num_ready(self, key: ReadyKey) -> int:
-        return len(self._keys.entry(key).queue.rows)
-
     def peek(self, key: ReadyKey, limit: int) -> list[int]:
         return self._keys.entry(key).queue.peek(limit)
 
@@ -154,9 +151,6 @@ class PyGraphRuntime:
 
     def spec_prepare(self, key: ReadyKey, rows: Sequence[int]) -> SpecTaken:
         return self._speculations.prepare(key, list(rows))
-
-    def spec_drop(self, spec_id: int, rows: Sequence[int]) -> None:
-        self._speculations.drop(spec_id, rows)
 
     def spec_going(self, spec_id: int) -> list[int]:
         return self._speculations.going(spec_id)

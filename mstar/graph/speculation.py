@@ -47,15 +47,6 @@ class Speculations:
         self._armed[spec_id] = (entry, handles)
         return SpecTaken(spec_id, self._keys.taken(entry, handles, rows, following=True))
 
-    def drop(self, spec_id: int, handles: Sequence[int]) -> None:
-        entry, armed = self._find(spec_id)
-        if stray := sorted(set(handles) - set(armed)):
-            raise GraphError(f"speculation {spec_id} does not hold the rows {stray}")
-        gone = set(handles)
-        self._armed[spec_id] = (entry, [handle for handle in armed if handle not in gone])
-        for handle in handles:
-            self._disarm(entry, entry.rows.get(handle))
-
     def going(self, spec_id: int) -> list[int]:
         """The rows that the routing of the step before has carried into the iteration they are armed for."""
         entry, armed = self._find(spec_id)

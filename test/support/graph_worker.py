@@ -50,7 +50,6 @@ class Chances:
 
     speculate: float = 0.8
     abandon: float = 0.15
-    drop: float = 0.1
     give_back: float = 0.1
     hold: float = 0.05
     fail: float = 0.0
@@ -210,7 +209,7 @@ class SimulatedWorker:
             key = rng.choice(keys)
             rows = self.graph.peek(key, rng.randint(1, 4))
             waiting = self.graph.peek(key, 100)
-            assert waiting[: len(rows)] == rows and len(waiting) == self.graph.num_ready(key)
+            assert waiting[: len(rows)] == rows
             taken = self.graph.take(key, _some(rng, rows))
             if rng.random() < self.cluster.chances.give_back:
                 self.graph.give_back(key, taken.rows)
@@ -218,11 +217,6 @@ class SimulatedWorker:
                 self.counts["given back"] += 1
             else:
                 parts.append(Part(taken, list(taken.rows)))
-        for part in parts:
-            if part.spec_id is not None and rng.random() < self.cluster.chances.drop:
-                gone = rng.choice(part.rows)
-                self.graph.spec_drop(part.spec_id, [gone])
-                part.rows.remove(gone)
         return parts
 
     def _abandon(self, parts: list[Part]) -> None:

@@ -76,7 +76,7 @@ class LinkedWorker:
                 case _:
                     raise TypeError(f"{peer_name(self.rank)} got {message}")
         if acknowledge:
-            self.transport.send_acks()
+            self.transport.send(Routed())
 
     def free_arrived(self) -> None:
         """As a consumer that is done with everything it got."""

@@ -200,13 +200,13 @@ def test_one_message_per_destination_and_step(make_mesh: Callable[..., Mesh]) ->
     assert b.arena.num_tickets == 0
     b.edges.append(b.transport.read_edges(frames[0]))
     b.streams.append(b.transport.read_streams(frames[1]))
-    b.transport.send_acks()
+    b.transport.send(Routed())
     mesh.settle()
     assert [slot for _, slot, _ in values_of(c)] == [0]
     mesh.assert_at_rest()
     before = a.bus.counters.num_sent
     a.transport.send(Routed())
-    a.transport.send_acks()
+    a.transport.rest()
     assert a.bus.counters.num_sent == before
 
 
@@ -408,7 +408,7 @@ def test_a_restarted_peer_is_another_one(make_mesh: Callable[..., Mesh]) -> None
     assert a.arena.num_tickets == 0
     fresh = routed(a.store, 1, edges=[(handle, 0, [a.store.put(torch.zeros(8))])])
     a.transport.send(fresh)
-    b.transport.send_acks()  # of the first incarnation, for a ticket that has been dropped
+    b.transport.send(Routed())  # of the first incarnation, for a ticket that has been dropped
     a.pump()
     assert a.arena.num_tickets == 1
     mesh.settle()
@@ -423,7 +423,7 @@ def test_acknowledgements_owed_to_a_lost_peer_are_forgotten(make_mesh: Callable[
     b.transport.peer_lost(PeerLost(0, 1, "killed"))
     b.meet(0, "w0", incarnation=2)
     mesh.net.hold()
-    b.transport.send_acks()
+    b.transport.send(Routed())
     assert mesh.net.pending() == {}
     assert b.reader.num_mapped == 0
 
@@ -504,7 +504,7 @@ def test_columns_that_contradict_each_other_are_an_error_and_acknowledged(make_m
             read(frame)
     with pytest.raises(FrameError, match="lengths"):
         b.transport.read_acks(AckFrame(src=0, tickets=[], credit_rids=["r0"], credit_edges=[], credit_counts=[]))
-    b.transport.send_acks()
+    b.transport.send(Routed())
     mesh.settle()
     mesh.assert_at_rest()
 

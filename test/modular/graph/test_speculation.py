@@ -203,18 +203,6 @@ def test_rows_are_kept_only_after_the_step_before_is_routed() -> None:
     bench.graph.spec_settle(spec_id, [1])
 
 
-def test_a_row_that_declines_leaves_the_armed_step() -> None:
-    bench = decoding(1, 2)
-    spec_id, _ = arm(bench, 1, 2)
-    bench.graph.spec_drop(spec_id, [1])
-    with pytest.raises(GraphError, match=r"does not hold the rows \[1\]"):
-        bench.graph.spec_drop(spec_id, [1])
-    finish(bench, 1, 2)
-    assert bench.ready() == [("LLM", [1])]
-    bench.graph.spec_settle(spec_id, [2])
-    assert bench.ready() == [("LLM", [1])]
-
-
 def test_a_failed_row_leaves_every_step() -> None:
     bench = decoding(1, 2)
     spec_id, _ = arm(bench, 1, 2)
