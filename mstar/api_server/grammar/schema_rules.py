@@ -7,14 +7,14 @@ that cannot be held to is refused, by its place in the schema.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from mstar.api_server.grammar import patterns
 from mstar.api_server.grammar.number_rules import number_rules
 from mstar.api_server.grammar.schema_error import SchemaError
+from mstar.api_server.grammar.schema_form import KEYWORDS, check_form, count_of, kinds_of, types_of
 from mstar.api_server.grammar.schema_merging import Comparisons, MergeError, merged
+from mstar.api_server.grammar.string_rules import compiled_pattern, string_rules
 
 MAX_DEPTH = 48
 MAX_NODES = 5000
@@ -23,19 +23,6 @@ REFUSED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "unevaluatedItems"),
     *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
 )
-KEYWORDS = {
-    "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"),
-    "object": (
-        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-        *("minProperties", "maxProperties", "unevaluatedProperties"),
-    ),
-}
-"""By what they say something about."""
-TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
-_KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
-
 Schema = dict[str, Any]
 
 
@@ -82,7 +69,7 @@ class _Rewriting:
             raise SchemaError(path, "false allows nothing")
         if not isinstance(schema, Mapping):
             raise SchemaError(path, "a schema is an object, true or false")
-        _check_form(schema, path)
+        check_form(schema, path)
         for keyword in REFUSED:
             if keyword in schema:
                 raise SchemaError(f"{path}.{keyword}", f"{keyword} cannot be enforced")
@@ -131,7 +118,7 @@ class _Rewriting:
         if isinstance(schema, Mapping) and "$ref" in schema:
             schema = self._target(schema["$ref"], path)
         if isinstance(schema, Mapping):
-            _check_form(schema, path)
+            check_form(schema, path)
         return schema
 
     def _values(self, schema: Mapping[str, Any], path: str) -> Schema:
@@ -140,9 +127,9 @@ class _Rewriting:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if "enum" in schema and "const" in schema:
             const = schema["const"]
-            values = [value for value in values if value == const and _kinds(value) == _kinds(const)]
-        types = _types(schema, path)
-        values = [value for value in values if types is None or not _kinds(value).isdisjoint(types)]
+            values = [value for value in values if value == const and kinds_of(value) == kinds_of(const)]
+        types = types_of(schema, path)
+        values = [value for value in values if types is None or not kinds_of(value).isdisjoint(types)]
         if not values:
             raise SchemaError(path, "no value of enum or const is of its type")
         return {"enum": values}
@@ -181,7 +168,7 @@ class _Rewriting:
         return options[0] if len(options) == 1 else {"anyOf": options}
 
     def _typed(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
-        types = _types(schema, path)
+        types = types_of(schema, path)
         if types is None:
             types = [kind for kind, keywords in KEYWORDS.items() if not set(keywords).isdisjoint(schema)]
             if not types:
@@ -192,7 +179,7 @@ class _Rewriting:
     def _of_type(self, kind: str, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
         match kind:
             case "string":
-                return {"type": kind, **_string_rules(schema, path)}
+                return {"type": kind, **string_rules(schema, path)}
             case "integer" | "number":
                 rules = number_rules(kind, schema, path)
                 return rules if "enum" in rules else {"type": kind, **rules}
@@ -204,7 +191,7 @@ class _Rewriting:
                 return {"type": kind}
 
     def _array_rules(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
-        least, most = _count(schema, "minItems", path), _count(schema, "maxItems", path)
+        least, most = count_of(schema, "minItems", path), count_of(schema, "maxItems", path)
         if schema.get("uniqueItems") and (most is None or most > 1):
             raise SchemaError(f"{path}.uniqueItems", "uniqueItems cannot be enforced")
         rules: Schema = {}
@@ -262,90 +249,17 @@ class _Rewriting:
                 raise SchemaError(f"{path}.propertyNames", "only a pattern, without properties, can be enforced")
             rules["propertyNames"] = names
         for keyword in ("minProperties", "maxProperties"):
-            if (count := _count(schema, keyword, path)) is not None:
+            if (count := count_of(schema, keyword, path)) is not None:
                 rules[keyword] = count
         return rules
 
     def _by_pattern(self, schemas: Any, path: str, depth: int) -> Schema:
         if not isinstance(schemas, Mapping) or len(schemas) != 1:
             raise SchemaError(f"{path}.patternProperties", "only one pattern can be enforced")
-        for pattern in schemas:
-            if why := patterns.why_not_matched(pattern):
-                raise SchemaError(f"{path}.patternProperties", f"the pattern cannot be enforced: it {why}")
-        return {
-            patterns.compiled(pattern): self.schema(value, f"{path}.patternProperties.{pattern}", depth + 1)
-            for pattern, value in schemas.items()
-        }
+        [(pattern, value)] = schemas.items()
+        compiled = compiled_pattern(pattern, f"{path}.patternProperties")
+        return {compiled: self.schema(value, f"{path}.patternProperties.{pattern}", depth + 1)}
 
 
 _ASSERTING = tuple(keyword for keywords in KEYWORDS.values() for keyword in keywords)
 _MERGED = frozenset((*_ASSERTING, "type", "anyOf", "oneOf", "allOf"))
-
-
-def _check_form(schema: Mapping[str, Any], path: str) -> None:
-    """Of the keywords that are looked at from outside the schema too."""
-    if not isinstance(schema.get("properties", {}), Mapping):
-        raise SchemaError(f"{path}.properties", "it must be an object")
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise SchemaError(f"{path}.required", "it must be an array of names")
-    if not isinstance(schema.get("enum", []), list):
-        raise SchemaError(f"{path}.enum", "it must be an array")
-    if not isinstance(schema.get("format", ""), str):
-        raise SchemaError(f"{path}.format", "it must be a name")
-    if not isinstance(schema.get("pattern", "."), str) or schema.get("pattern") == "":
-        raise SchemaError(f"{path}.pattern", "it must be a regular expression")
-    _types(schema, path)
-
-
-def _types(schema: Mapping[str, Any], path: str) -> list[str] | None:
-    declared = schema.get("type")
-    if declared is None:
-        return None
-    names = declared if isinstance(declared, list) else [declared]
-    if not names or any(name not in TYPES for name in names):
-        raise SchemaError(f"{path}.type", f"it must be one or some of {', '.join(TYPES)}")
-    return list(dict.fromkeys(names))
-
-
-def _kinds(value: Any) -> set[str]:
-    """Types that a JSON value is of."""
-    kind = _KIND_OF.get(type(value), "object")
-    kinds = {kind}
-    if kind == "integer":
-        kinds.add("number")
-    if kind == "number" and value == math.floor(value):
-        kinds.add("integer")
-    return kinds
-
-
-def _count(schema: Mapping[str, Any], keyword: str, path: str) -> int | None:
-    value = schema.get(keyword)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or not 0 <= value < 2**31:
-        raise SchemaError(f"{path}.{keyword}", "it must be a whole number, 0 or more")
-    return int(value)
-
-
-def _string_rules(schema: Mapping[str, Any], path: str) -> Schema:
-    least, most = _count(schema, "minLength", path), _count(schema, "maxLength", path)
-    pattern, form = schema.get("pattern"), schema.get("format")
-    if form in patterns.UNKNOWN_FORMATS:
-        raise SchemaError(f"{path}.format", f"the format {form} cannot be enforced")
-    known = form in patterns.FORMATS or form in patterns.COMPILED_FORMATS
-    if (pattern is not None) + known + bool(least or most is not None) > 1:
-        raise SchemaError(path, "of pattern, format and a length only one can be enforced")
-    if form in patterns.FORMATS:
-        return {"pattern": patterns.compiled(patterns.FORMATS[form])}
-    if known:
-        return {"format": form}
-    if pattern is not None:
-        if why := patterns.why_not_matched(pattern):
-            raise SchemaError(f"{path}.pattern", f"the pattern cannot be enforced: it {why}")
-        return {"pattern": patterns.compiled(pattern)}
-    if least or most is not None:
-        if most is not None and (least or 0) > most:
-            raise SchemaError(f"{path}.maxLength", "it is less than minLength")
-        return {"pattern": patterns.of_length(least or 0, most)} if most != 0 else {"enum": [""]}
-    return {}
