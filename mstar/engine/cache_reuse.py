@@ -60,7 +60,7 @@ def _contents(node: NodeRuntime, cache: PagedKV, config: EngineConfig) -> CacheC
         fingerprint=config.fingerprint,
         cache=repr(spec),
         layout=LAYOUT,
-        dtype=str(config.precision.cache),
+        dtype=str(config.dtype),
         page_size=spec.page_size,
         backends=", ".join(backends),
         positions=", ".join(positions),

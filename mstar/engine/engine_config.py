@@ -7,34 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-
-@dataclass(frozen=True, slots=True)
-class MixedPrecision:
-    """Dtypes of a forward: weights and activations share one (bf16 or fp32), as do the caches; logits and everything
-    that the sampler computes are fp32."""
-
-    weights: torch.dtype
-
-    def __post_init__(self) -> None:
-        if self.weights not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"weights are bfloat16 or float32, not {self.weights}")
-
-    @property
-    def cache(self) -> torch.dtype:
-        return self.weights
-
-    @property
-    def logits(self) -> torch.dtype:
-        return torch.float32
-
-
 AUTO_CAPTURE_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Of a CPU. Dense, because a padding row costs a CPU what a real one does; not beyond, because there the Python that a
 tape saves weighs little."""
 AUTO_DEVICE_CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8))
 """Of an accelerator, where padding to the next multiple of 8 costs next to nothing; far, because launching every kernel
 of a forward one by one takes longer than most forwards."""
-
 
 AUTO_CAPTURE_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Of packed rows, on an accelerator: launching one by one takes longer than the forward up to here."""
@@ -47,15 +25,16 @@ ENCODER_CACHE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`capacity`: handles 0 to capacity - 1. `max_rows`: rows of one step at most.
+    """`capacity`: handles 0 to capacity - 1. `max_rows`: rows of one step at most. `dtype`: of weights, activations and
+    caches, bf16 or fp32; logits and what the sampler computes are fp32.
 
     A cache is sized by `num_pages[key]` (pages that requests can own); caches without an entry share `resource_bytes`
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
-    `backends[key]`: attention backend of the deployment's choice. `capture_sizes`: rows of captured buckets for
-    declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's sizes, see
-    `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows. `stored_signals[node]`:
-    sampled-token signals that must become tensors of the store because something other than the same node or the client
-    receives them.
+    `backends[key]`: attention or linear attention backend of the deployment's choice. `capture_sizes`: rows of captured
+    buckets for declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's
+    sizes, see `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows.
+    `stored_signals[node]`: sampled-token signals that must become tensors of the store because something other than the
+    same node or the client receives them.
 
     `walk_inputs[node][walk]`: inputs that the walk's graph gives the node; nodes without an entry have no walks, so
     nothing of theirs is chunked, reused or computed again.
@@ -100,9 +79,9 @@ class EngineConfig:
     debug_poison: bool = False
     guard_outputs: bool = True
 
-    @property
-    def precision(self) -> MixedPrecision:
-        return MixedPrecision(self.dtype)
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"models compute in bfloat16 or float32, not {self.dtype}")
 
 
 def auto_capture_sizes(config: EngineConfig) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ def plan_memory(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> list
                     f"{own * spec.page_size:,} tokens in {own:,} pages of {spec.page_size}, "
                     f"{spec.num_layers} layers × {spec.num_kv_heads} heads × {spec.head_dim}"
                 )
-                own_bytes = page_bytes(spec, config.precision.cache)
+                own_bytes = page_bytes(spec, config.dtype)
                 rows.append(PlanRow(key, detail, (own + 1) * own_bytes))
                 if on_host := sizes.host_pages.get(key):
                     rows.append(PlanRow(f"{key}.host", f"{on_host:,} pages of preempted requests", on_host * own_bytes))

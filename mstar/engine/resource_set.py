@@ -62,7 +62,7 @@ def _build(
                 num_pages=sizes.pages[spec.key] + 1,
                 capacity=config.capacity,
                 max_seq_len=config.max_seq_len,
-                dtype=config.precision.cache,
+                dtype=config.dtype,
                 device=config.device,
                 poison=config.debug_poison,
                 num_host_pages=sizes.host_pages.get(spec.key, 0),
@@ -85,14 +85,14 @@ def _build(
             return Positions(spec, _cache(spec.kv_key, built), max_seq_len=config.max_seq_len, device=config.device)
         case LinearAttentionSpec():
             pool = _states(spec.state_key, built)
-            backend, dtype = config.backends.get(spec.key), config.precision.cache
+            backend, dtype = config.backends.get(spec.key), config.dtype
             return LinearAttention(spec, pool, backend=backend, dtype=dtype, device=config.device)
         case EncoderCacheSpec():
             return EncoderCache(
                 spec,
                 capacity=config.capacity,
                 max_bytes=config.max_bytes.get(spec.key, ENCODER_CACHE_BYTES),
-                dtype=config.precision.weights,
+                dtype=config.dtype,
                 device=config.device,
             )
         case SamplerSpec():

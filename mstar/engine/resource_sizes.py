@@ -38,11 +38,10 @@ def resource_sizes(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> R
     declared = declared_resources(specs)
     caches = [spec for spec in declared.values() if isinstance(spec, PagedKVSpec)]
     pools = [spec for spec in declared.values() if isinstance(spec, RecurrentStateSpec)]
-    dtype = config.precision.cache
     slots, left = _slots(pools, caches, config)
     pages = {spec.key: _num_pages(spec, caches, left, config) for spec in caches}
     host_pages = {
-        spec.key: _on_host(spec.key, page_bytes(spec, dtype), "page", config)
+        spec.key: _on_host(spec.key, page_bytes(spec, config.dtype), "page", config)
         for spec in caches
         if config.host_bytes.get(spec.key)
     }
@@ -58,7 +57,7 @@ def resource_sizes(specs: Sequence[NodeResourceSpec], config: EngineConfig) -> R
 
 def state_dtypes(key: str, config: EngineConfig) -> StateDtypes:
     """Of the pool of states with this key."""
-    return StateDtypes(config.precision.cache, config.state_dtypes.get(key, torch.float32))
+    return StateDtypes(config.dtype, config.state_dtypes.get(key, torch.float32))
 
 
 def _slots(
@@ -85,11 +84,11 @@ def _slots(
 def _num_pages(spec: PagedKVSpec, caches: Sequence[PagedKVSpec], left: int | None, config: EngineConfig) -> int:
     """Pages that requests can own: what the deployment gives, never more than all handles can fill."""
     one_request = -(-config.max_seq_len // spec.page_size)
-    own_bytes = page_bytes(spec, config.precision.cache)
+    own_bytes = page_bytes(spec, config.dtype)
     if spec.key in config.num_pages:
         num_pages = config.num_pages[spec.key]
     elif left is not None:
-        sharers = sum(page_bytes(c, config.precision.cache) for c in caches if c.key not in config.num_pages)
+        sharers = sum(page_bytes(c, config.dtype) for c in caches if c.key not in config.num_pages)
         num_pages = left // sharers - 1
     else:
         num_pages = one_request * config.max_rows

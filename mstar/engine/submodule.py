@@ -117,6 +117,7 @@ class NodeSubmodule(nn.Module, ABC):
     """
 
     max_rows: int | None = None
+    """Rows of one step at most, below the deployment's own limit; None: that alone."""
 
     token_columns: tuple[str, ...] = ()
     """Names of what the node knows of each token beside its id (`NodeBatch.token_columns`)."""
@@ -138,7 +139,8 @@ class NodeSubmodule(nn.Module, ABC):
         return True
 
     @abstractmethod
-    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs: ...
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+        """All rows of a step at once, padding included where the walk is captured."""
 
     def check_stop(self, graph_walk: str, rows: RowColumns, host_rows: Mapping[str, np.ndarray]) -> list[StopDecision]:
         """Host copies of the signals in `host_signals`, `[rows, ...]`: the only place where values are read there."""
@@ -148,9 +150,11 @@ class NodeSubmodule(nn.Module, ABC):
     """Output signals copied to the host behind each step (small: tokens, stop flags)."""
 
     def get_chunking_policy(self, graph_walk: str) -> ChunkingPolicy | None:
+        """How the walk's inputs are cut into steps; None: not at all, and its rows share steps with no other walk's."""
         return None
 
     def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+        """Walks that are captured whole."""
         return ()
 
     def get_piecewise_cuda_graph_configs(self) -> Sequence[PiecewiseConfig]:

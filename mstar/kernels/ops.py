@@ -1,12 +1,12 @@
 """The operations that layers and attention backends call, each a function of tensors.
 
-Runs on the thread of the forward. Chooses per call between the compiled CPU kernels and `reference`; must not hold
-request state. Which one is the process-wide answer of `select_kernels`, given once before the model loads, because
-`pack_linear` lays weights out for one of them. The compiled kernels serve bf16 and fp32 tensors on the CPU; other
-dtypes, devices and layouts go to the reference.
+Runs on the thread of the forward. Chooses per call between the compiled kernels of the CPU, the Triton kernels of CUDA
+tensors, and `reference`; must not hold request state. Whether a process has compiled kernels is the answer of
+`select_kernels`, given once before the model loads, because `pack_linear` lays weights out for them. Both kinds serve
+bf16 and fp32; other dtypes and layouts go to the reference.
 
 With the compiled kernels a token's or row's result is the same bits whatever else is in the batch, for every operation
-here, and the same whether its prompt came in one piece or many. The reference promises neither.
+here, and the same whether its prompt came in one piece or many. The others do not promise that.
 
 Signatures (``out=None`` allocates; every ``out`` is returned, and may be a view whose last dimension is contiguous)::
 
