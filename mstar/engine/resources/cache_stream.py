@@ -38,6 +38,13 @@ class CacheStreams:
         """Undo `append`."""
         self.table[_spread(handles, held, counts)] = 0
 
+    def copy_rows(self, handles: np.ndarray, out: np.ndarray) -> None:
+        """The rows of `handles` into `out` int32 [rows, pages], as far as it is wide."""
+        if out.shape[1] == self.max_pages:
+            self.table.take(handles, 0, out, "clip")  # unlike "raise", without a copy in between
+        else:
+            out[:] = self.table[handles, : out.shape[1]]
+
     def slots(self, handles: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Cache slot (page × page_size + offset) of token `positions[i]` of `handles[i]`; the pages must be there."""
         page, offset = np.divmod(positions, self.page_size)

@@ -156,8 +156,7 @@ class PagedKV(Resource[KVStep]):
         handles, spans, _ = ctx.rows
         n = handles.size
         lengths = self.lengths[handles]
-        table = ctx.staging[self.key + ".block_table"]
-        table[:n] = self.streams.table[handles, : table.shape[1]]
+        self.streams.copy_rows(handles, ctx.staging[self.key + ".block_table"][:n])
         positions = lengths if ctx.single else token_positions(lengths, spans)
         ctx.staging[self.key + ".positions"][: ctx.num_tokens] = positions
         slots = ctx.staging[self.key + ".slots"]

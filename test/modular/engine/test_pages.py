@@ -162,3 +162,12 @@ def test_token_positions_continue_each_row():
     lengths, spans = np.array([5, 0, 9], np.int32), np.array([2, 3, 0], np.int32)
     assert token_positions(lengths, spans).tolist() == [5, 6, 0, 1, 2]
     assert token_positions(lengths[:0], spans[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("width", [4, 3])
+def test_rows_of_the_block_table_are_copied_as_far_as_there_is_room(width: int):
+    streams = CacheStreams(num_handles=5, max_pages=4, page_size=16)
+    streams.table[:] = np.arange(20).reshape(5, 4)
+    staged = np.full((3, width), -1, np.int32)
+    streams.copy_rows(np.array([3, 1]), staged[:2])
+    assert staged.tolist() == [[12, 13, 14, 15][:width], [4, 5, 6, 7][:width], [-1] * width]
