@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +43,14 @@ def options(
     ] = False,
 ) -> None:
     """What comes before a command."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a terminal or a file may have bytes that are no UTF-8
+        sys.stdin.reconfigure(errors="replace")
+
+
+def _as_text(argument: str) -> str:
+    """An argument with U+FFFD for each byte that is no UTF-8: Python hands these on as lone surrogates, which nothing
+    can be sent with."""
+    return argument.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 @app.command()
@@ -70,7 +79,7 @@ def chat(
     """Talk to a running server in the terminal."""
     from mstar.cli.chat import chat_command
 
-    raise typer.Exit(chat_command(url, system, temperature, api_key))
+    raise typer.Exit(chat_command(url, None if system is None else _as_text(system), temperature, api_key))
 
 
 @app.command()
@@ -86,7 +95,7 @@ def run(
     """Answer one prompt in this process, without a server."""
     from mstar.cli.run import run_command
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt == "-" else _as_text(prompt)
     raise typer.Exit(run_command(text, target, overrides or [], max_tokens, temperature, seed, raw=raw))
 
 

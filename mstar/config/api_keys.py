@@ -25,7 +25,8 @@ class AcceptedKeys(NamedTuple):
 
 
 def accepted_keys(server: ServerConfig) -> AcceptedKeys:
-    """
+    """All of them, each once.
+
     Raises:
         ConfigError: the file cannot be read or holds no key, or something is no key.
     """
@@ -45,9 +46,9 @@ def accepted_keys(server: ServerConfig) -> AcceptedKeys:
 def _read(path: Path) -> tuple[list[str], list[str]]:
     """Keys, and those marked as an administrator's, of a file with one a line."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigError(f"server.api_keys_file: cannot read {path}: {reason}") from None
     keys: list[str] = []
     admin_keys: list[str] = []

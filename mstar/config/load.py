@@ -25,10 +25,14 @@ def load_config(source: str | Path, overrides: Iterable[str] = ()) -> Deployment
     `configs/<name>.yaml` of one.
 
     Raises:
-        ConfigError: no such file, not YAML, an unknown key, or a value out of range.
+        ConfigError: no such file, one that cannot be read, not YAML, an unknown key, or a value out of range.
     """
-    path = _find(source)
-    return config_from_text(path.read_text(encoding="utf-8"), str(source), overrides)
+    try:
+        text = _find(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(f"cannot read {source}: {reason}") from None
+    return config_from_text(text, str(source), overrides)
 
 
 def config_from_text(text: str, name: str, overrides: Iterable[str] = ()) -> DeploymentConfig:

@@ -13,7 +13,7 @@ WITH_A_TARGET = [SERVER_TARGET, ["check"], ["graph"], ["run", "hi", "-c"]]
 """What stands before a target, for every command that takes one."""
 
 
-def command(*arguments: object, typed: str | None = None) -> Result:
+def command(*arguments: object, typed: str | bytes | None = None) -> Result:
     """What a command printed. An exception that would end it with a traceback is raised."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=typed)
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -60,6 +60,14 @@ def chat(front: RunningFront, *lines: str, options: tuple[object, ...] = ("--api
     return command("chat", "--url", front.base_url, *options, typed="".join(f"{line}\n" for line in lines))
 
 
+def test_a_byte_that_is_no_utf8_is_read_as_such(front: RunningFront):
+    result = command(
+        "chat", "--url", front.base_url, "--api-key", KEY, "--system", "se\udcf1or", typed=b"caf\xe9\n/exit\n"
+    )
+    assert result.exit_code == 0 and REPLY in result.stdout
+    assert prompt(front) == rendered(("system", "se\ufffdor"), ("user", "caf\ufffd"))
+
+
 def test_answers_are_shown_as_they_are(front: RunningFront):
     result = chat(front, "hi", "/exit")
     assert result.exit_code == 0

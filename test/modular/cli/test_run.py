@@ -22,7 +22,7 @@ def greedy(weights: LlamaForCausalLM, prompt: str) -> str:
     return byte_level_bpe().decode(answer).rstrip("\ufffd")
 
 
-def answered(checkpoint: Path, prompt: str, *more: object, typed: str | None = None) -> str:
+def answered(checkpoint: Path, prompt: str, *more: object, typed: str | bytes | None = None) -> str:
     shared = ("-c", checkpoint, "--set", "dtype=float32", "--max-tokens", NUM_TOKENS)
     result = command("run", prompt, *shared, *more, typed=typed)
     assert result.exit_code == 0, result.output
@@ -39,6 +39,12 @@ def test_raw_completes_the_text_and_a_dash_reads_it(weights, checkpoint):
     expected = greedy(weights, "x = f(a)") + "\n"
     assert answered(checkpoint, "-", "--raw", typed="x = f(a)") == expected
     assert answered(checkpoint, "x = f(a)") != expected
+
+
+def test_a_byte_that_is_no_utf8_is_read_as_such(checkpoint):
+    expected = answered(checkpoint, "caf\ufffd")
+    assert answered(checkpoint, "caf\udce9") == expected, "as Python hands on an argument"
+    assert answered(checkpoint, "-", typed=b"caf\xe9") == expected
 
 
 def test_a_seed_gives_the_same_text_again(checkpoint):

@@ -100,6 +100,13 @@ def test_what_is_not_a_mapping_is_refused(text):
         config_from_text(text, "f.yaml")
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"model: llama  # caf\xe9\n")
+    with pytest.raises(ConfigError, match=rf"^cannot read {path}: it is no text in UTF-8$"):
+        load_config(path)
+
+
 @pytest.mark.parametrize("override", ["port", "=3", "model.x=1"])
 def test_overrides_that_cannot_be_applied(override):
     with pytest.raises(ConfigError, match="--set"):
