@@ -7,8 +7,17 @@ Pure integers, on the worker's loop thread. Reference counts are the caller's: a
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import NamedTuple
 
 from mstar.streaming.chunk_policy import ChunkPolicy, ChunkWindow
+
+
+class _Taken(NamedTuple):
+    """A taken chunk: the buffer's `cursor` and `start` before it, and the first item that is needed after it."""
+
+    cursor: int
+    start: int
+    keep_from: int
 
 
 class StreamBuffer:
@@ -26,9 +35,7 @@ class StreamBuffer:
         self._cuts: list[int] = []  # indices where the tag changes
         self._last_tag = -1
         self._total: int | None = None
-        self._pending: list[
-            tuple[int, int, int]
-        ] = []  # (cursor, start, keep_from) of taken chunks: before, before, after
+        self._pending: list[_Taken] = []
 
     @property
     def num_received(self) -> int:
@@ -55,8 +62,10 @@ class StreamBuffer:
         return self._tags[at] if at < len(self._tags) else None
 
     def put(self, tensor_id: int, tag: int) -> None:
-        """Raises:
-        ValueError: the stream has ended before this item.
+        """Take in the next item of the stream, of the walk `tag`.
+
+        Raises:
+            ValueError: the stream has ended before this item.
         """
         received = self.num_received
         if self._total is not None and received >= self._total:
@@ -68,8 +77,10 @@ class StreamBuffer:
         self._tags.append(tag)
 
     def end(self, total: int) -> None:
-        """Raises:
-        ValueError: more items have arrived, or another total was given before.
+        """The stream has `total` items, arrived or not.
+
+        Raises:
+            ValueError: more items have arrived, or another total was given before.
         """
         if total < self.num_received or (self._total is not None and self._total != total):
             raise ValueError(f"a stream of {self.num_received} items (end: {self._total}) cannot end after {total}")
@@ -84,14 +95,14 @@ class StreamBuffer:
         window = self._window()
         assert window is not None
         start = self._run_start()
-        self._pending.append((self._cursor, self._start, start + window.keep_from))
+        self._pending.append(_Taken(self._cursor, self._start, start + window.keep_from))
         self._start = start
         self._cursor = start + window.stop
         return self._ids[start + window.start - self._base : self._cursor - self._base]
 
     def take_nothing(self) -> list[int]:
         """An empty chunk, for a run of a node after the last item that concerns it."""
-        self._pending.append((self._cursor, self._start, -1))
+        self._pending.append(_Taken(self._cursor, self._start, -1))
         return []
 
     def give_back(self) -> None:
@@ -100,7 +111,7 @@ class StreamBuffer:
 
     def commit(self) -> list[int]:
         """The pass of the oldest taken chunk is over. Returns the ids that no later window needs."""
-        _, _, keep_from = self._pending.pop(0)
+        keep_from = self._pending.pop(0).keep_from
         return self._drop_before(keep_from) if keep_from > self._base else []
 
     def clear(self) -> list[int]:
