@@ -37,7 +37,7 @@ from mstar.worker.grammars.constrained_rows import ConstrainedRows
 from mstar.worker.outbox import Outbox
 from mstar.worker.parking import Parking
 from mstar.worker.preemption import Preemption
-from mstar.worker.requests import Request, RequestTable
+from mstar.worker.requests import Request, RequestTable, Seniority
 from mstar.worker.rid_table import RidTable, TableFull
 from mstar.worker.step_log import StepLog
 from mstar.worker.walks import WalkRunner
@@ -185,7 +185,7 @@ class Inbox:
     def _join(self, rid: str, opening: OpenRequest, *, spans_workers: bool) -> Request:
         prompt_ids = None if opening.prompt_ids is None else host_tensors.to_numpy(opening.prompt_ids)
         request = Request(rid, handle=-1, open=opening, prompt_ids=prompt_ids, spans_workers=spans_workers)
-        request.seniority = (opening.priority, opening.arrival, next(self._arrivals))
+        request.seniority = Seniority(opening.priority, opening.arrival, next(self._arrivals))
         self._admission.check(request)
         self._constrained.check(request)
         try:

@@ -22,7 +22,7 @@ from mstar.worker.chunk_budget import ChunkBudget, Cuts, StepLimits
 from mstar.worker.pace import Pace
 from mstar.worker.turns import Turns
 
-Seniority = Callable[[Sequence[int]], Sequence[int] | None]
+Order = Callable[[Sequence[int]], Sequence[int] | None]
 """Positions of rows in the order of their requests' importance; None: all are of one priority."""
 
 
@@ -47,12 +47,12 @@ class MicroScheduler:
         engine: Engine,
         limits: StepLimits,
         policies: Mapping[ReadyKey, ChunkingPolicy],
-        seniority: Seniority = lambda _: None,
+        order: Order,
     ) -> None:
         self._graph = graph
         self._engine = engine
         self._policies = policies
-        self._seniority = seniority
+        self._order = order
         self._candidates = Candidates(graph, engine, policies)
         self._turns = Turns()
         self._paces: defaultdict[str, Pace] = defaultdict(Pace)
@@ -193,7 +193,7 @@ class MicroScheduler:
         budget = ChunkBudget(most, cost, draft.num_rows, draft.tokens, contexts, waited_s, pace)
         cuts = [Cuts(self._engine, run, self._policies[run.shares_as]) for run in runs]
         places = [(at, index) for at in range(len(runs)) for index in range(len(runs[at].rows))]
-        order = self._seniority([runs[at].rows[index] for at, index in places])
+        order = self._order([runs[at].rows[index] for at, index in places])
         if order is not None:
             places = [places[position] for position in order]
         for at, index in places[: draft.rows]:

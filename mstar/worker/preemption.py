@@ -120,7 +120,8 @@ class Preemption:
     def outranked(self, request: Request) -> bool:
         """Somebody inside who is as important could run and waits: whoever comes in now would compete for its room."""
         return any(
-            other.seniority[0] <= request.seniority[0] and self.waiting.has_work(other) for other in self.waiting
+            other.seniority.priority <= request.seniority.priority and self.waiting.has_work(other)
+            for other in self.waiting
         )
 
     def has_turn(self, request: Request) -> bool:
@@ -130,7 +131,7 @@ class Preemption:
     def make_way(self, request: Request) -> bool:
         """Take room from requests that are less important than one which asks to be let in. False: there is not enough,
         or it is there when the victims' step has ended."""
-        victims = [one for one in reversed(self._inside) if one.seniority[0] > request.seniority[0]]
+        victims = [one for one in reversed(self._inside) if one.seniority.priority > request.seniority.priority]
         return self._victims.make_room(request, victims)
 
     # who waits
@@ -143,10 +144,10 @@ class Preemption:
         """Let those go on for whom there is room now, senior first; who is more important than they comes in first.
         Those with nothing to run wait behind the others. True: nobody waits any more."""
         pledged: dict[str, int] = {}
-        ahead = None if first_in_line is None else first_in_line.seniority[0]
+        ahead = None if first_in_line is None else first_in_line.seniority.priority
         idle: list[Request] = []
         for request in self.waiting:
-            if ahead is not None and ahead < request.seniority[0]:
+            if ahead is not None and ahead < request.seniority.priority:
                 return False
             if not self.waiting.has_work(request):
                 idle.append(request)
@@ -205,7 +206,7 @@ class Preemption:
     def _least_important(self, than: Request) -> Request | None:
         """The youngest running request of those less important than `than`."""
         for request in reversed(self._inside):
-            if request.seniority[0] <= than.seniority[0]:
+            if request.seniority.priority <= than.seniority.priority:
                 break
             if request not in self.waiting:
                 return request

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +30,18 @@ class PartitionRun:
     """The node said that the partition has produced what was asked: pending walks are skipped."""
 
 
+class Seniority(NamedTuple):
+    """Who goes first where not all can, lower first: by priority, by arrival at the front, which are the same on all
+    workers of a request, and by arrival here."""
+
+    priority: int = 0
+    arrival: int = 0
+    arrival_here: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request on this worker. `starts` holds its walks while it waits for room.
-
-    `seniority`: who goes first where not all can: (priority, arrival at the front, arrival here), lower first. The
-    first two are the same on all workers of the request.
-    """
+    """One request on this worker. `starts` holds its walks while it waits for room."""
 
     rid: str
     handle: int
@@ -43,7 +49,7 @@ class Request:
     prompt_ids: np.ndarray | None
     spans_workers: bool = False
     """The front waits for `Opened` before it starts walks anywhere."""
-    seniority: tuple[int, int, int] = (0, 0, 0)
+    seniority: Seniority = field(default_factory=Seniority)
     starts: list[StartWalk] = field(default_factory=list)
     partitions: dict[str, PartitionRun] = field(default_factory=dict)
     joined: bool = False
@@ -101,7 +107,7 @@ class RequestTable:
     def order(self, handles: Sequence[int]) -> list[int] | None:
         """Positions of `handles` from the most senior on; None: all are of one priority."""
         seniority = [self._by_handle[handle].seniority for handle in handles]
-        if not seniority or all(one[0] == seniority[0][0] for one in seniority):
+        if not seniority or all(one.priority == seniority[0].priority for one in seniority):
             return None
         return sorted(range(len(handles)), key=seniority.__getitem__)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from mstar.graph.protocol import Gate, GraphRuntime
-from mstar.worker.requests import Request
+from mstar.worker.requests import Request, Seniority
 from mstar.worker.rid_table import HandleMap, RidTable
 
 
@@ -92,5 +92,5 @@ class Waiting:
             self._graph.gate([request.handle], Gate.HELD, on)
 
 
-def seniority(request: Request) -> tuple[int, int, int]:
+def seniority(request: Request) -> Seniority:
     return request.seniority

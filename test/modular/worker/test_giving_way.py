@@ -20,7 +20,7 @@ from mstar.engine.execution import AdmitOutcome
 from mstar.graph.protocol import Gate
 from mstar.worker.admission import Admission
 from mstar.worker.preemption import Preemption
-from mstar.worker.requests import PartitionRun, Request, RequestTable
+from mstar.worker.requests import PartitionRun, Request, RequestTable, Seniority
 from mstar.worker.rid_table import RidTable
 
 KV = "kv"
@@ -178,7 +178,7 @@ class Machine:
             OpenRequest(sampling=SamplingParams(max_tokens=num_visits)),
             np.zeros(visitor.num_prompt, np.int32),
             spans_workers=len(visitor.ranks) > 1,
-            seniority=(visitor.priority, arrival, self._num_joined),
+            seniority=Seniority(visitor.priority, arrival, self._num_joined),
         )
         self._num_joined += 1
         if self.rank in visitor.movable:
