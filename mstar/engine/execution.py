@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class StepState(enum.Enum):
+    """How far the engine has come with a step."""
+
     BUILT = "built"
     ARMED = "armed"
     """Admitted, planned and advanced; its transaction is open."""

@@ -46,6 +46,7 @@ class StagingField:
     width: Callable[[StepShape], int] | None = None
 
     def shape(self, step: StepShape) -> tuple[int, ...]:
+        """Of the field, in a step of this shape."""
         first = {"row": step.rows, "token": step.tokens, "border": step.rows + 1}[self.per]
         return (first,) if self.width is None else (first, self.width(step))
 
@@ -76,6 +77,7 @@ class LayoutCache:
         self._cache: dict[StepShape, StagingLayout] = {}
 
     def layout(self, shape: StepShape) -> StagingLayout:
+        """Of steps of this shape; the same object while it is remembered."""
         found = self._cache.get(shape)
         if found is not None:
             return found
@@ -126,6 +128,7 @@ class StagingSlot(_Block):
         self.in_use = False
 
     def views(self, layout: StagingLayout) -> dict[str, np.ndarray]:
+        """The fields by name, to be written; what an earlier step left is in them."""
         self._room(layout.num_bytes)
         found = self._views.get(layout.shape)
         if found is None:

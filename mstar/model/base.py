@@ -196,9 +196,13 @@ class Model(ABC):
         self.setup = setup
 
     @abstractmethod
-    def walks(self) -> Walks: ...
+    def walks(self) -> Walks:
+        """The graph: what runs in each walk, by its name."""
+
     @abstractmethod
-    def partitions(self) -> PartitionTopology: ...
+    def partitions(self) -> PartitionTopology:
+        """Which walks make up each partition, and the streams between partitions."""
+
     @abstractmethod
     def get_node_resources(self) -> Sequence[Any]:
         """`NodeResourceSpec` per node with resources (typed loosely here: specs live in the engine's `spec.py`)."""
@@ -218,6 +222,7 @@ class Model(ABC):
         return Done()
 
     def parameter_schema(self) -> type[BaseModel]:
+        """The model's own request parameters: validated before `process_prompt`, which gets them as `parameters`."""
         return NoParameters
 
     def stop_token_ids(self) -> Sequence[int]:
@@ -225,6 +230,7 @@ class Model(ABC):
         return ()
 
     def vocab_size(self) -> int:
+        """Token ids are smaller; 0 for a model without text."""
         return 0
 
     def embedding_size(self) -> int | None:

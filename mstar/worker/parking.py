@@ -46,6 +46,7 @@ class Parking:
         return len(self._parked)
 
     def edges(self, block: Cols) -> None:
+        """Values of edges, for requests that may not have started a walk here."""
         counts = block.counts if block.counts is not None else [1] * len(block.slots)
         refused = set(self._graph.ingest(block))
         if not refused:
@@ -58,6 +59,7 @@ class Parking:
             start += count
 
     def stream_items(self, items: StreamColumns) -> None:
+        """As `edges`, of streams."""
         for index in self._graph.stream_put(items.handles, items.edges, items.ids, items.tags):
             item = _StreamItem(items.edges[index], items.ids[index], items.tags[index])
             self._park(items.handles[index], item)

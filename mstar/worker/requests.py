@@ -90,6 +90,7 @@ class RequestTable:
         self.removing = np.zeros(capacity, np.bool_)
 
     def put(self, request: Request) -> None:
+        """A request has its handle, whose columns begin anew."""
         self._by_handle[request.handle] = request
         self.in_steps[request.handle] = 0
         self.prompt_computed[request.handle] = 0

@@ -53,6 +53,7 @@ class StepCounters:
         self.num_recomputed_tokens = 0
 
     def submitted(self, step: Step, before: Step | None) -> None:
+        """`before`: the step that was on the device meanwhile."""
         self._steps_by_rows[bisect_left(ROW_BOUNDS, step.num_rows)] += 1
         self._num_rows += step.num_rows
         for part in step.parts:

@@ -16,6 +16,8 @@ _BF16, _FP32 = torch.bfloat16, torch.float32
 
 
 class ExpertKernels:
+    """The operations of `mstar.kernels.experts`."""
+
     def __init__(self, library: Library) -> None:
         self._vector_width = library.vector_width
         self._moe_mlp = library.call("mstar_moe_mlp", "17q")

@@ -14,6 +14,8 @@ _BF16 = torch.bfloat16
 
 
 class LinearAttentionKernels:
+    """The operations of `mstar.kernels.linear_attention`."""
+
     def __init__(self, library: Library) -> None:
         self._gated_norm = library.call("mstar_gated_norm", "8qd4q")
         self._gated_delta = library.call("mstar_gated_delta", "26q")

@@ -101,7 +101,7 @@ class TritonKernels:
 
 
 class ExpertKernels:
-    """The operations of a mixture of experts."""
+    """The operations of `mstar.kernels.experts`."""
 
     moe_mlp = staticmethod(experts.moe_mlp)
 
@@ -118,7 +118,7 @@ class SamplingKernels:
 
 
 class LinearAttentionKernels:
-    """The operations of a gated delta net."""
+    """The operations of `mstar.kernels.linear_attention`."""
 
     gated_rms_norm = staticmethod(rows.gated_rms_norm)
     gated_delta = staticmethod(gated_delta.gated_delta)
