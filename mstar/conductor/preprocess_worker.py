@@ -6,9 +6,7 @@ socket closes or its parent dies, and is killed by the front when a job takes to
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
 import signal
 import socket
 import sys
@@ -42,14 +40,14 @@ from mstar.model.base import (
     PromptTooLongError,
 )
 from mstar.model.registry import build_model
+from mstar.platforms.parent_death import die_with_parent
 from mstar.process_log import configure_log
 
 logger = logging.getLogger(__name__)
-PR_SET_PDEATHSIG = 1
 
 
 def main(fd: int, parent_pid: int) -> None:
-    _die_with(parent_pid)
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupt reaches the supervisor, which decides
     with socket.socket(fileno=fd) as channel:
         model = _load(channel)
@@ -131,14 +129,6 @@ def _read_exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
             return None
         parts += part
     return bytes(parts)
-
-
-def _die_with(parent_pid: int) -> None:
-    """The kernel kills this process when its parent ends, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit("the parent ended before this process was up")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from mstar.launch.children import ChildSpec
-from mstar.launch.lifeline import die_with_parent
+from mstar.launch.lifeline import hold_lifeline
 from mstar.process_log import configure_log
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def main() -> int:
     """Run until told to shut down; the process's exit code."""
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
-    die_with_parent(spec.parent_pid, sys.stdin.buffer)
+    hold_lifeline(spec.parent_pid, sys.stdin.buffer)
     # The terminal's interrupt and a service manager's signal to the group reach the supervisor, which decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

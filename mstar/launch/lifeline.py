@@ -6,22 +6,16 @@ asked for, and the pipe is no help to a process whose threads are all stopped.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import threading
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
-_PR_SET_PDEATHSIG: Final = 1
-ORPHANED: Final = 86
-"""Exit code of a process whose parent has gone."""
+from mstar.platforms.parent_death import ORPHANED, die_with_parent
 
 
-def die_with_parent(parent_pid: int, pipe: BinaryIO) -> None:
+def hold_lifeline(parent_pid: int, pipe: BinaryIO) -> None:
     """Call once, early, on the main thread. `pipe` is open for as long as the parent lives."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(ORPHANED)
+    die_with_parent(parent_pid)
     threading.Thread(target=_watch, args=(pipe.fileno(),), name="lifeline", daemon=True).start()
 
 
