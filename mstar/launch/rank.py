@@ -36,6 +36,8 @@ from mstar.platforms.executor import DeviceExecutor
 from mstar.profile.phases import PhaseClock
 from mstar.worker.assemble import Shared, WorkerSettings, assemble_worker
 from mstar.worker.grammars.builds import Compiler
+from mstar.worker.grammars.trial_messages import TrialSetup
+from mstar.worker.grammars.trials import MAX_COMPILE_BYTES, TriedCompiler
 from mstar.worker.worker import Worker, WorkerParts
 
 log = logging.getLogger(__name__)
@@ -103,10 +105,15 @@ def _grammar_loader(deployment: Deployment, model: Model) -> Callable[[int], Com
     num_threads = max(1, min(MAX_GRAMMAR_THREADS, torch_threads(deployment.config) // 2))
 
     def load(vocab_size: int) -> Compiler:
-        # Most workers never need it, and it loads transformers.
-        from mstar.worker.grammars.compiler import GrammarCompiler  # noqa: PLC0415
-
-        return GrammarCompiler(directory, vocab_size, end_ids, num_threads)
+        return TriedCompiler(
+            TrialSetup(
+                tokenizer_dir=str(directory),
+                vocab_size=vocab_size,
+                end_ids=end_ids,
+                num_threads=num_threads,
+                max_bytes=MAX_COMPILE_BYTES,
+            )
+        )
 
     return load
 

@@ -52,6 +52,7 @@ def run_worker_process(spec: ChildSpec) -> None:
     gc.collect()
     gc.freeze()  # what was loaded stays; collections during serving need not walk it
     parts.inbox.apply([PeerUp(peer.rank, peer.incarnation, peer.address) for peer in spec.peers])
+    parts.constrained.warm()
     heartbeat, heartbeat_bus = _start_heartbeat(spec, parts, deployment.config.server.step_timeout_s)
     _announce(spec, parts, bus)
     try:

@@ -80,7 +80,7 @@ def assemble_worker(
     load_grammars: Callable[[int], Compiler] | None = None,
 ) -> tuple[Worker, WorkerParts]:
     """A worker that hosts `nodes`, ready to run. The bus is connected by whoever owns it. `load_grammars` makes what
-    compiles grammars for a vocabulary of that size, on a thread of its own, when the first one comes."""
+    compiles grammars for a vocabulary of that size, for each thread that waits for it."""
     rank = settings.rank
     store = TensorStore(device=engine_config.device)
     rids = RidTable(settings.capacity - 1, first=1)

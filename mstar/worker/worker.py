@@ -327,6 +327,4 @@ class Worker:
             return
         self._parts.counters.refresh(self._parts.age)
         self._parts.outbox.rest()
-        waits = (self._parts.preemption.patience_s, self._parts.constrained.wait_s)
-        timeout_s = min((wait for wait in waits if wait is not None), default=None)
-        self._parts.bus.wait(timeout_s, self._parts.constrained.wakeups)
+        self._parts.bus.wait(self._parts.preemption.patience_s, self._parts.constrained.wakeups)

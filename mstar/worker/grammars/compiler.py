@@ -1,7 +1,7 @@
-"""`GrammarCompiler`: grammars for the tokenizer of one deployment, by xgrammar.
+"""`GrammarCompiler`: grammars for one vocabulary, by xgrammar.
 
-Loaded and called by the thread of `builds` alone: xgrammar brings transformers along, and a large grammar takes
-seconds. What it makes is used on the worker's loop thread.
+Compiling releases the interpreter's lock, and can take for ever: a worker compiles what its process of trials has
+compiled before (`mstar.worker.grammars.trials`). What comes of it is used on the worker's loop thread.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-import xgrammar
-from transformers import PreTrainedTokenizerFast
+import numpy as np
 
-from mstar.model.loader.tokenizer_files import TOKENIZER_FILE
 from mstar.worker.grammars.constraints import GrammarError, Matcher
+from mstar.worker.grammars.native import load_core
+from mstar.worker.grammars.vocabulary import Vocabulary
 
-KEPT_CONTROLS = b"\t\n\r"
-"""Other control characters stand in no text worth constraining, and in no JSON."""
 _PLACE = re.compile(r"^\[[^\]]*\] \S+: (Check failed: \(.*?\) is false: )?")
 """Where in xgrammar's sources a message was written."""
 MAX_SHOWN = 400
+NO_LIMIT = -1
 
 
 class CompiledGrammar:
@@ -29,47 +28,43 @@ class CompiledGrammar:
 
     __slots__ = ("_compiled", "num_bytes")
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+    def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
-        self.num_bytes = compiled.memory_size_bytes
+        self.num_bytes: int = compiled.memory_size_bytes()
 
     def matcher(self, end_ids: Sequence[int]) -> Matcher:
         """At the beginning of a text, which `end_ids` end where it is complete."""
-        return xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=list(end_ids))
+        return _TextMatcher(load_core().GrammarMatcher(self._compiled, list(end_ids), False, NO_LIMIT, None))
+
+
+class _TextMatcher:
+    """Without xgrammar's notes for debugging."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def accept_token(self, token_id: int, /) -> bool:
+        return self._matcher.accept_token(token_id, False)
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int = 0, /) -> bool:
+        return self._matcher.fill_next_token_bitmask(bitmask, index, False)
+
+    def is_terminated(self) -> bool:
+        return self._matcher.is_terminated()
 
 
 class GrammarCompiler:
-    """`end_ids`: the model's end tokens. `textless`: tokens without text, those among them."""
+    """Compiles with up to `num_threads` threads."""
 
-    def __init__(self, tokenizer_dir: Path, vocab_size: int, end_ids: Sequence[int], num_threads: int) -> None:
-        """`vocab_size`: width of the logits.
-
-        Raises:
-            GrammarError: there is no tokenizer that texts could be followed with.
-        """
-        if not end_ids:
-            raise GrammarError("this model has no end token, so a constrained text would not come to its end")
-        path = tokenizer_dir / TOKENIZER_FILE
-        if not path.is_file():
-            raise GrammarError("this deployment has no tokenizer that a grammar could be applied to")
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-        known = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=list(end_ids))
-        specials = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-        self.end_ids = tuple(end_ids)
-        self.textless = frozenset(specials.union(end_ids))
-        # xgrammar takes special tokens for the text of their names; an empty token is never allowed.
-        texts = [
-            b"" if token in self.textless or _has_controls(text) else text
-            for token, text in enumerate(known.decoded_vocab)
-        ]
-        self._info = xgrammar.TokenizerInfo(
-            texts,
-            xgrammar.VocabType.RAW,
-            vocab_size=vocab_size,
-            stop_token_ids=list(end_ids),
-            add_prefix_space=known.add_prefix_space,
-        )
-        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=num_threads, cache_enabled=False)
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        self.end_ids = vocabulary.end_ids
+        self.textless = vocabulary.textless
+        core = load_core()
+        info = core.TokenizerInfo.deserialize_json(vocabulary.info)
+        keeps, when_needed = False, False
+        self._compiler = core.GrammarCompiler(info, num_threads, keeps, NO_LIMIT, when_needed)
 
     def compile(self, form: str, behind: str) -> CompiledGrammar:
         """`form` and `behind` as in `mstar.communication.messages.Grammar`.
@@ -87,7 +82,3 @@ class GrammarCompiler:
             return CompiledGrammar(self._compiler.compile_structural_tag(tag))
         except (RuntimeError, ValueError) as error:
             raise GrammarError(_PLACE.sub("", str(error).strip())[:MAX_SHOWN]) from error
-
-
-def _has_controls(text: bytes) -> bool:
-    return any(byte < 0x20 and byte not in KEPT_CONTROLS for byte in text)

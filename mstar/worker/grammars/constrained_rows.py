@@ -79,14 +79,14 @@ class ConstrainedRows:
         """Requests that have waited and need not any more."""
         assert self._builds is not None
         answered: list[Answered] = []
-        for key, compiled, error, code in self._builds.take():
-            for request in self._waiting.pop(key, ()):
+        for built in self._builds.take():
+            for request in self._waiting.pop(built.key, ()):
                 refusal = None
-                if compiled is None:
+                if built.compiled is None:
                     grammar = request.open.sampling.grammar
-                    refusal = RequestRefused(error, code, "" if grammar is None else grammar.field)
+                    refusal = RequestRefused(built.error, built.code, "" if grammar is None else grammar.field)
                 else:
-                    self._constrain(request, compiled)
+                    self._constrain(request, built.compiled)
                 answered.append(Answered(request, refusal))
         return answered
 
@@ -147,10 +147,10 @@ class ConstrainedRows:
 
     # the loop
 
-    @property
-    def wait_s(self) -> float | None:
-        """How long the loop may sleep at most."""
-        return None if self._builds is None else self._builds.wait_s
+    def warm(self) -> None:
+        """Have what compiles grammars ready before the first one comes."""
+        if self._builds is not None:
+            self._builds.warm()
 
     @property
     def wakeups(self) -> tuple[int, ...]:

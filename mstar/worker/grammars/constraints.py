@@ -25,6 +25,14 @@ class GrammarError(ValueError):
     """No text can be constrained like that; the message is meant for the client."""
 
 
+class HopelessGrammarError(GrammarError):
+    """Trying it again would cost as much as this time."""
+
+
+class CompilerLostError(RuntimeError):
+    """What compiles grammars has gone, for reasons of its own; the message is meant for the client."""
+
+
 class Matcher(Protocol):
     """Follows one text; see `xgrammar.GrammarMatcher`."""
 
