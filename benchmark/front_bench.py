@@ -46,6 +46,7 @@ from mstar.config.schema import ServerConfig
 from mstar.model.base import ModelSetup
 from mstar.model.loader.tokenizer_files import TOKENIZER_FILE, TokenizerFiles
 from mstar.model.registry import find_card
+from mstar.process_log import configure_log
 
 TEXT = "The front process turns token ids into text and writes server-sent events, one write per stream and pass. "
 MAX_SEQ_LEN = 1 << 20
@@ -85,7 +86,6 @@ def front(folder: Path, listen_fd: int) -> int:
         "eos_token_id": 0,
     }
     spec = FrontSpec(
-        instance="bench",
         address=address(folder, "front"),
         supervisor_address=address(folder, "supervisor"),
         card=find_card("llama"),
@@ -93,8 +93,8 @@ def front(folder: Path, listen_fd: int) -> int:
         served_names=("bench",),
         placement={"LLM": 0},
         server=ServerConfig(),
-        log_level="warning",
     )
+    configure_log("front", "warning")
     return run_front(spec, socket.socket(fileno=listen_fd))
 
 

@@ -27,7 +27,7 @@ from mstar.api_server.connection import FrontProtocol, raise_descriptor_limit
 from mstar.api_server.front_state import FrontState
 from mstar.api_server.loop_watch import LoopWatch
 from mstar.api_server.media import MediaLoader
-from mstar.communication.address import FRONT_RANK
+from mstar.communication.address import FRONT_RANK, SUPERVISOR
 from mstar.communication.bus import Bus, ZmqBus
 from mstar.communication.messages import Hello, Ready, ToFront
 from mstar.communication.wire import decode_to_front, schema_hash
@@ -41,10 +41,8 @@ from mstar.config.api_keys import accepted_keys
 from mstar.graph.picture import picture
 from mstar.model.loader.tokenizer_files import load_tokenizer
 from mstar.model.registry import build_model
-from mstar.process_log import configure_log
 
 logger = logging.getLogger(__name__)
-SUPERVISOR = "supervisor"
 KEEP_ALIVE_S = 75
 CLOSE_CONNECTIONS_S = 5
 """For what is written but not yet read, once the last request has ended."""
@@ -52,7 +50,6 @@ CLOSE_CONNECTIONS_S = 5
 
 def run_front(spec: FrontSpec, listener: socket.socket) -> int:
     """Runs the front process on `listener`, a bound socket, until it is told to end; returns the exit code."""
-    configure_log("front", spec.log_level, spec.server.log_format)
     FrontProtocol.max_connections = raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_Front(spec, listener).run())

@@ -17,6 +17,8 @@ from typing import Final
 from mstar.communication.ownership import try_own
 
 FRONT_RANK: Final = -1
+SUPERVISOR: Final = "supervisor"
+"""Its name on the bus, beside those of `peer_name`."""
 MAX_SOCKET_PATH_BYTES: Final = 107
 """Of an AF_UNIX path on Linux (unix(7)), without the terminating zero."""
 SYSTEM_TEMP_DIR: Final = Path("/tmp")

@@ -224,7 +224,7 @@ class Conductor:
             return
         if message.reason == "error":
             self.fail(
-                record.stream, Failure(500, "worker_error", f"worker {message.rank} failed in {message.partition}")
+                record.stream, Failure(500, "worker_error", f"Worker {message.rank} failed in {message.partition}.")
             )
             return
         progress.waiting.discard(message.rank)
@@ -289,7 +289,7 @@ class Conductor:
         for rid in rids:
             record = self.requests.get(rid)
             if record is not None:
-                self.fail(record.stream, Failure(500, "internal_error", "the server failed to handle its output"))
+                self.fail(record.stream, Failure(500, "internal_error", "The server failed to handle the output."))
 
     def _remove(self, record: RequestRecord) -> None:
         told = record.ranks if record.opening is None else record.ranks[: record.num_opened + 1]

@@ -1,4 +1,4 @@
-"""What the front process is started with. Pure data, made by the launcher, picklable; no torch."""
+"""What the front process is started with. Pure data, made by the launcher; no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class FrontSpec:
     model to its rank. `server` holds times, limits and keys as configured; a worker runs up to
     `max_rows` requests, and up to `max_queue` more may wait."""
 
-    instance: str
     address: str
     supervisor_address: str | None
     card: ModelCard
@@ -27,4 +26,3 @@ class FrontSpec:
     max_rows: int = 256
     max_queue: int = 1024
     incarnation: int = 0
-    log_level: str = "info"

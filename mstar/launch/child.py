@@ -24,8 +24,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()  # a crash of native code leaves the stacks of all threads in the log
-    name = "front" if spec.role == "front" else f"worker {spec.rank}"
-    configure_log(name, spec.log_level, spec.log_format)
+    configure_log(spec.name, spec.log_level, spec.log_format)
     if spec.role == "front":
         # Imported here: a worker does not need the web framework, and the front must stay free of torch.
         from mstar.launch.front_process import run_front_process as run  # noqa: PLC0415
@@ -34,7 +33,7 @@ def main() -> int:
     try:
         run(spec)
     except Exception:
-        log.exception("%s ends", name)
+        log.exception("%s ends", spec.name)
         return 1
     return 0
 

@@ -41,6 +41,11 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     log_format: LogFormat = "text"
 
+    @property
+    def name(self) -> str:
+        """In the log."""
+        return "front" if self.role == "front" else f"worker {self.rank}"
+
 
 class Child:
     """A running child process."""
@@ -53,7 +58,7 @@ class Child:
 
     @property
     def name(self) -> str:
-        return "front" if self.spec.role == "front" else f"worker {self.spec.rank}"
+        return self.spec.name
 
     def exit_code(self) -> int | None:
         return self.process.poll()

@@ -16,7 +16,6 @@ def run_front_process(spec: ChildSpec) -> None:
     deployment = open_deployment(spec.facts)
     compiled = deployment.compile(deployment.model())
     front = FrontSpec(
-        instance=spec.instance,
         address=spec.address,
         supervisor_address=spec.supervisor_address,
         card=deployment.card,
@@ -27,6 +26,5 @@ def run_front_process(spec: ChildSpec) -> None:
         max_rows=deployment.config.scheduler.max_rows,
         max_queue=deployment.config.scheduler.max_queue,
         incarnation=spec.incarnation,
-        log_level=spec.log_level,
     )
     run_front(front, socket.socket(fileno=spec.listen_fd))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from mstar import envs
 from mstar.communication import arena
-from mstar.communication.address import FRONT_RANK, InstanceDir, peer_name, reclaim_stale_dirs
+from mstar.communication.address import FRONT_RANK, SUPERVISOR, InstanceDir, peer_name, reclaim_stale_dirs
 from mstar.communication.bus import ZmqBus
 from mstar.communication.messages import LoadProgress, MemoryPlan, PeerLost, PeerUp, Ready, Shutdown, ToSupervisor
 from mstar.communication.wakeup import Wakeup
@@ -79,7 +79,7 @@ class Supervisor:
         self._listener = listener
         self._watchers = watchers if watchers is not None else Watchers()
         self._instance = InstanceDir.create(base)
-        self._address = self._instance.address("supervisor", 0)
+        self._address = self._instance.address(SUPERVISOR, 0)
         self._bus: ZmqBus[ToSupervisor] = ZmqBus(self._address, decode_to_supervisor)
         self._signalled = Wakeup()
         self._num_signals = 0

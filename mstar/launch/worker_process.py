@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import mstar
-from mstar.communication.address import FRONT_RANK, peer_name
+from mstar.communication.address import FRONT_RANK, SUPERVISOR, peer_name
 from mstar.communication.bus import Bus, ZmqBus
 from mstar.communication.messages import Hello, LoadProgress, MemoryPlan, PeerUp, PlanRow, Ready, ToWorker
 from mstar.communication.wire import decode_to_worker, schema_hash
@@ -20,8 +20,6 @@ from mstar.launch.machine import torch_threads
 from mstar.launch.rank import Place, build_rank
 from mstar.worker.heartbeat import HeartbeatThread
 from mstar.worker.worker import WorkerParts
-
-SUPERVISOR = "supervisor"
 
 
 def run_worker_process(spec: ChildSpec) -> None:

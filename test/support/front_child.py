@@ -23,6 +23,7 @@ from mstar.communication.bus import ZmqBus
 from mstar.communication.messages import Message, PeerUp, Shutdown, ToSupervisor
 from mstar.communication.wire import decode_to_supervisor, decode_to_worker
 from mstar.config.schema import ServerConfig
+from mstar.process_log import configure_log
 
 T = TypeVar("T")
 
@@ -38,8 +39,8 @@ def main() -> int:
         address=f"ipc://{path}/front",
         supervisor_address=f"ipc://{path}/supervisor",
         server=ServerConfig(**json.loads(settings)),
-        log_level="info",
     )
+    configure_log("front", "info", spec.server.log_format)
     return run_front(spec, socket.socket(fileno=int(fd)))
 
 

@@ -27,7 +27,6 @@ def build_qwen_spec(directory: Path, size: str = "tiny", **changes: Any) -> Fron
     checkpoint = resolve_checkpoint(str(directory / "checkpoint"), cache_dir=directory)
     write_tokenizer(checkpoint, directory / "tokenizer")
     spec = FrontSpec(
-        instance="test",
         address=peer_name(FRONT_RANK),
         supervisor_address=None,
         card=find_card("qwen3_5"),
@@ -35,7 +34,6 @@ def build_qwen_spec(directory: Path, size: str = "tiny", **changes: Any) -> Fron
         served_names=(MODEL,),
         placement={"LLM": 0, "Vision": 0} if size != "tiny-text" else {"LLM": 0},
         server=ServerConfig(),
-        log_level="warning",
     )
     return replace(spec, **changes)
 

@@ -34,7 +34,6 @@ def build_spec(directory: Path, **changes: Any) -> FrontSpec:
     """A spec for a tiny Llama whose tokenizer is written to `directory`."""
     tokenizer = write_tokenizer(directory)
     spec = FrontSpec(
-        instance="test",
         address=peer_name(FRONT_RANK),
         supervisor_address=None,
         card=find_card("llama"),
@@ -43,7 +42,6 @@ def build_spec(directory: Path, **changes: Any) -> FrontSpec:
         placement={"LLM": 0},
         server=ServerConfig(),
         max_queue=512,
-        log_level="warning",
     )
     return replace(spec, **changes)
 

@@ -11,7 +11,7 @@ from support.front_books import GREEDY, FrontBooks, Result
 from support.instance import shared_memory_of
 
 from mstar.communication import arena
-from mstar.communication.address import FRONT_RANK, InstanceDir, peer_name
+from mstar.communication.address import FRONT_RANK, SUPERVISOR, InstanceDir, peer_name
 from mstar.communication.bus import ZmqBus
 from mstar.communication.messages import Heartbeat, PeerLost, PeerUp, Ready, SamplingParams, Shutdown, ToFront
 from mstar.communication.wire import decode_to_front, decode_to_supervisor
@@ -34,7 +34,7 @@ class WorkerProcesses:
         self.gauges: dict[int, dict[str, float]] = {}
         self._instance = InstanceDir.create(base)
         self.name = self._instance.instance
-        self._supervisor = ZmqBus(self._instance.address("supervisor", 0), decode_to_supervisor)
+        self._supervisor = ZmqBus(self._instance.address(SUPERVISOR, 0), decode_to_supervisor)
         self._ranks = list(range(deployment.config.num_workers))
         self._incarnations = dict.fromkeys(self._ranks, 0)
         self._bus: ZmqBus[ToFront] = ZmqBus(self._address(FRONT_RANK), self._decode)
@@ -160,7 +160,7 @@ class WorkerProcesses:
             rank=rank,
             incarnation=self._incarnations[rank],
             address=self._address(rank),
-            supervisor_address=self._instance.address("supervisor", 0),
+            supervisor_address=self._instance.address(SUPERVISOR, 0),
             parent_pid=os.getpid(),
             facts=self.deployment.facts,
             peers=tuple(
