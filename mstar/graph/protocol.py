@@ -37,7 +37,8 @@ class Gate(enum.IntFlag):
 
 
 class SlotRef(NamedTuple):
-    """Where a value from another worker goes: an input, or with an empty `node` the signal `name` that `walk` persists.
+    """An edge slot, where a value from another worker goes: an input, or with an empty `node` the signal `name` that
+    `walk` persists.
 
     `CompiledGraph.slots` lists them, in the same order on every worker; the index is the slot's id.
     """
