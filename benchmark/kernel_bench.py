@@ -189,7 +189,10 @@ def draw_kernels(rows: int) -> dict[str, float]:
             table = torch.tensor([[0.8, top_k, top_p, 0, 1, 0, 0]] * rows, dtype=torch.float32, device="cuda")
             tokens = largest.clone()
 
-            def draw(logits: Tensor = logits, table: Tensor = table, tokens: Tensor = tokens) -> None:
+            def draw(
+                logits: Tensor = logits, table: Tensor = table, tokens: Tensor = tokens, largest: Tensor = largest
+            ) -> None:
+                tokens.copy_(largest)
                 kernels.draw_tokens(logits, tokens, every, every, uniforms, table, cuts=True)
 
             times[f"draw_{how}{name}"] = time_us([draw] * 4)
