@@ -1,6 +1,5 @@
 """Prompts with images on an accelerator: texts of whole deployments as on the CPU, and the tower's features."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +7,9 @@ import pytest
 import torch
 from support.device_parity import DEVICE, SEEING, generate, media_prompts, open_instance, start, write_checkpoint
 
-from mstar.engine.cuda_executor import CudaEvent, CudaExecutor
 from mstar.engine.device_graph import GraphMemory
 from mstar.launch import rank
 from mstar.model.qwen3_5.vision_submodule import ALL_BLOCKS, VisionSubmodule
-from mstar.platforms.executor import Work
 
 COUNT, TOKENS = 12, 8
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -36,22 +33,6 @@ class Seeing:
 @pytest.fixture(scope="module", params=SEEING)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing(request.param, tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A step whose launch waits for the device fails."""
-    plain = CudaExecutor.submit
-
-    def submit(self: CudaExecutor, work: Work) -> CudaEvent:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return plain(self, work)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(CudaExecutor, "submit", submit)
-    yield
 
 
 @pytest.mark.parametrize("name", VARIANTS)

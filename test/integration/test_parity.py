@@ -1,6 +1,5 @@
 """Greedy texts of whole deployments on an accelerator equal those of the CPU, whatever the deployment chooses."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,10 +10,8 @@ import pytest
 import torch
 from support.device_parity import DEVICE, MODELS, generate, open_instance, prompts, start, write_checkpoint
 
-from mstar.engine.cuda_executor import CudaEvent, CudaExecutor
 from mstar.engine.engine_config import EngineConfig
 from mstar.launch import rank
-from mstar.platforms.executor import Work
 
 COUNT, TOKENS, FEW = 65, 10, 3
 
@@ -70,22 +67,6 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(plain(*args, **kwargs), debug_poison=True)
 
     monkeypatch.setattr(rank, "engine_config", poisoning)
-
-
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A step whose launch waits for the device fails."""
-    plain = CudaExecutor.submit
-
-    def submit(self: CudaExecutor, work: Work) -> CudaEvent:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return plain(self, work)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(CudaExecutor, "submit", submit)
-    yield
 
 
 @pytest.mark.parametrize("name", GRID)

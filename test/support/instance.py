@@ -57,6 +57,15 @@ class Tuning:
     load_grammars: Callable[[int], Compiler] | None = None
 
 
+LOOPS: Mapping[str, Tuning] = {
+    "plain": Tuning(overlap=False),
+    "overlap": Tuning(),
+    "threaded": Tuning(threaded=True),
+    "late": Tuning(late=True),
+}
+"""How a worker's loop may run."""
+
+
 class StepRecord(NamedTuple):
     """One submitted step; `rows` are handles of worker `rank`. `speculated`: it goes on from a step whose end was not
     routed yet (by what it was composed of; the workers' counters go by time)."""

@@ -1,15 +1,8 @@
 import pytest
 import torch
 from support.composite.deployment import Composite
-from support.instance import Tuning
+from support.instance import LOOPS, Tuning
 from support.tiny_serving import TinyLlama
-
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +16,6 @@ def composite(tmp_path_factory) -> Composite:
     return Composite(tmp_path_factory.mktemp("composite"))
 
 
-@pytest.fixture(params=list(TUNINGS))
+@pytest.fixture(params=LOOPS)
 def tuning(request: pytest.FixtureRequest) -> Tuning:
-    return TUNINGS[request.param]
+    return LOOPS[request.param]

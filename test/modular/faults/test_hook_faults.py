@@ -3,6 +3,7 @@
 import pytest
 from support.composite.declarations import CODEC, CODES, ENCODER, FLOW, LLM
 from support.composite.deployment import Composite, make_requests
+from support.faults.composite_requests import assert_only_hit_requests_fail
 from support.faults.declared import HOOKS, Fault
 from support.faults.instance_faults import InstanceFaults
 from support.faults.texts import RIDS, Texts
@@ -83,24 +84,5 @@ def test_a_request_fails_and_is_aborted_in_the_same_moment(tiny: TinyLlama, tuni
 @pytest.mark.parametrize("node", [ENCODER, LLM, CODES, FLOW, CODEC])
 def test_a_node_of_a_composite_on_one_of_three_workers(composite: Composite, node: str, overlap: str):
     """The request leaves all three workers, whatever it has under way between them."""
-    instance = composite.instance("three_workers", OVERLAPS[overlap])
-    faults = InstanceFaults(instance)
-    fault = faults.add(Fault("forward_batched", rid="r2"), node)
-    for index, request in enumerate(REQUESTS):
-        composite.submit(instance, f"r{index}", request)
-        instance.tick()
-    instance.run()
-    assert "r2" in fault.rids
-    for index, request in enumerate(REQUESTS):
-        rid = f"r{index}"
-        if rid in fault.rids:
-            assert f"the forward of {node} failed" in (instance.results[rid].failure or "")
-        else:
-            composite.check(instance, rid, request)
-    composite.submit(instance, "after", REQUESTS[2])
-    instance.run()
-    composite.check(instance, "after", REQUESTS[2])
-    for _ in range(3):
-        instance.tick()
-    faults.assert_baseline()
-    instance.close()
+    fault, why = Fault("forward_batched", rid="r2"), f"the forward of {node} failed"
+    assert_only_hit_requests_fail(composite, OVERLAPS[overlap], fault, node, REQUESTS, why)

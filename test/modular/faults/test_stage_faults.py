@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from support.composite.deployment import Composite, make_requests
+from support.faults.composite_requests import assert_only_hit_requests_fail
 from support.faults.declared import STAGES, Fault
 from support.faults.instance_faults import InstanceFaults
 from support.faults.texts import RIDS, Texts
@@ -61,24 +62,5 @@ def test_the_room_of_those_that_failed_goes_to_those_who_wait(tiny: TinyLlama, t
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resource_of_one_node_of_three_workers(composite: Composite, stage: str, overlap: bool):
-    instance = composite.instance("three_workers", Tuning(overlap=overlap))
-    faults = InstanceFaults(instance)
-    fault = faults.add(Fault(stage, rid="r1", after=1), "sampler")
-    for index, request in enumerate(REQUESTS):
-        composite.submit(instance, f"r{index}", request)
-        instance.tick()
-    instance.run()
-    assert "r1" in fault.rids
-    for index, request in enumerate(REQUESTS):
-        rid = f"r{index}"
-        if rid in fault.rids:
-            assert f"{stage} of resource 'sampler'" in (instance.results[rid].failure or "")
-        else:
-            composite.check(instance, rid, request)
-    composite.submit(instance, "after", REQUESTS[1])
-    instance.run()
-    composite.check(instance, "after", REQUESTS[1])
-    for _ in range(3):
-        instance.tick()
-    faults.assert_baseline()
-    instance.close()
+    fault, why = Fault(stage, rid="r1", after=1), f"{stage} of resource 'sampler'"
+    assert_only_hit_requests_fail(composite, Tuning(overlap=overlap), fault, "sampler", REQUESTS, why)

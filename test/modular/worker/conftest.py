@@ -1,5 +1,6 @@
 import pytest
 import torch
+from support.instance import LOOPS, Tuning
 from support.tiny_serving import TinyLlama
 
 
@@ -7,3 +8,8 @@ from support.tiny_serving import TinyLlama
 def tiny(tmp_path_factory) -> TinyLlama:
     torch.set_grad_enabled(False)
     return TinyLlama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(params=LOOPS)
+def tuning(request: pytest.FixtureRequest) -> Tuning:
+    return LOOPS[request.param]

@@ -3,21 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from support.instance import Instance, Tuning
+from support.instance import Instance
 
 from mstar.engine.submodule import NodeSubmodule, StopDecision
-
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
-
-
-@pytest.fixture(params=list(TUNINGS))
-def tuning(request) -> Tuning:
-    return TUNINGS[request.param]
 
 
 class Breaks:

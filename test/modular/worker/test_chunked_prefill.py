@@ -4,19 +4,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from support.instance import Instance, Result, Tuning
+from support.instance import LOOPS, Instance, Result, Tuning
 from support.tiny_serving import TinyLlama
 
 from mstar.engine.execution import AdmitOutcome, Step, StepState
 
 BUDGET = 16
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
-TUNINGS = {name: replace(tuning, max_step_tokens=BUDGET) for name, tuning in TUNINGS.items()}
+TUNINGS = {name: replace(tuning, max_step_tokens=BUDGET) for name, tuning in LOOPS.items()}
 
 
 @pytest.fixture(params=list(TUNINGS))

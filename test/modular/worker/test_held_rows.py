@@ -14,18 +14,6 @@ from mstar.engine.execution import AdmitOutcome
 from mstar.engine.resources.base import Resource
 from mstar.model.llama.model import NODE
 
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
-
-
-@pytest.fixture(params=list(TUNINGS))
-def tuning(request: pytest.FixtureRequest) -> Tuning:
-    return TUNINGS[request.param]
-
 
 class Refusing:
     """Makes a resource of an instance refuse the rows that `short` picks from a step's draw counts by handle, at most

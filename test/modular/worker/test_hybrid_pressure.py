@@ -20,13 +20,6 @@ from mstar.engine.submodule import EngineInputs, NodeOutputs
 from mstar.model.base import PromptRequest
 from mstar.model.llama.model import EMBED
 
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
-
 
 class HybridNode(TinyHybrid):
     """Without the output that only tests of the engine look at."""
@@ -95,11 +88,6 @@ class Run:
         gauges = self.instance.gauges(0)
         assert gauges['mstar_slots{pool="state",state="live"}'] == 0
         self.instance.close()
-
-
-@pytest.fixture(params=list(TUNINGS))
-def tuning(request: pytest.FixtureRequest) -> Tuning:
-    return TUNINGS[request.param]
 
 
 def with_room(tuning: Tuning, pages: int, slots: int, *, host: bool = False, **more: Any) -> Tuning:

@@ -4,24 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.instance import Instance, Tuning
+from support.instance import LOOPS, Instance, Tuning
 
 from mstar.engine.submodule import NodeBatch
 
 PAGE = 64
-
-
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
-
-
-@pytest.fixture(params=list(TUNINGS))
-def tuning(request) -> Tuning:
-    return TUNINGS[request.param]
 
 
 def idle(instance: Instance) -> dict[str, float]:
@@ -257,7 +244,7 @@ def test_seeded_draws_are_the_same_alone_and_in_a_batch(tiny, tuning):
 def test_penalties_do_not_depend_on_the_loop(tiny, penalties):
     """Case D8, without load: counts follow the draws in step order whatever runs ahead."""
     tokens: list[list[list[int]]] = []
-    for tuning in TUNINGS.values():
+    for tuning in LOOPS.values():
         instance = tiny.instance(tuning)
         for index in range(4):
             tiny.submit(instance, f"r{index}", tiny.prompt(6, index), max_tokens=30, **penalties)

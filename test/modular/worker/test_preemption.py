@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.composite.deployment import Composite, make_requests
-from support.instance import Instance, Tuning
+from support.instance import LOOPS, Instance, Tuning
 from support.tiny_serving import TinyLlama
 
 from mstar.engine.resources.paged_kv import page_bytes
@@ -17,17 +17,6 @@ from mstar.engine.spec import PagedKVSpec
 from mstar.model.base import PreparedPrompt
 
 PAGE = 8
-TUNINGS = {
-    "plain": Tuning(overlap=False),
-    "overlap": Tuning(),
-    "threaded": Tuning(threaded=True),
-    "late": Tuning(late=True),
-}
-
-
-@pytest.fixture(params=list(TUNINGS))
-def tuning(request: pytest.FixtureRequest) -> Tuning:
-    return TUNINGS[request.param]
 
 
 def on_pages(tiny: TinyLlama, tuning: Tuning, num_pages: int, *, host_pages: int = 0, **more: object) -> Tuning:
@@ -338,7 +327,7 @@ ARRIVALS = st.lists(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     arrivals=ARRIVALS,
-    mode=st.sampled_from(list(TUNINGS)),
+    mode=st.sampled_from(list(LOOPS)),
     num_pages=st.integers(6, 14),
     host_pages=st.sampled_from((0, 5, 60)),
     max_rows=st.integers(1, 6),
@@ -356,7 +345,7 @@ def test_whatever_comes_every_text_is_right_and_nothing_is_left(
     prefix_cache: bool,
 ):
     tuning = on_pages(
-        tiny, TUNINGS[mode], num_pages, host_pages=host_pages, max_rows=max_rows, max_step_tokens=max_step_tokens
+        tiny, LOOPS[mode], num_pages, host_pages=host_pages, max_rows=max_rows, max_step_tokens=max_step_tokens
     )
     run = watched(tiny, replace(tuning, engine={**tuning.engine, "prefix_cache": prefix_cache}))
     for index, arrival in enumerate(arrivals):

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from support.row_columns import OddRowsStopAt7, row_columns
 from support.tiny_llama import BASE, LLAMA3_ROPE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 from mstar.engine.spec import AttentionSpec, PagedKVSpec, RopeScaling, RotarySpec, SamplerSpec
 from mstar.engine.step import Rows, SamplerStep
-from mstar.engine.submodule import RowColumns
 from mstar.graph.base import Loop, LoopLimit, nodes_of
 from mstar.model.base import ChatMessage, ModelSetup, PromptRequest
 from mstar.model.llama.config import LlamaConfig
@@ -166,44 +166,22 @@ def test_end_tokens_of_config_and_tokenizer_once_each(tokenizer_dir):
     assert list(_model().stop_token_ids()) == [2]
 
 
-class _StopTable(nn.Module):
-    """In place of the sampler: rows with an odd handle stop at token 7."""
-
-    def stopped(self, handles, tokens):
-        return (handles % 2 == 1) & (tokens == 7)
-
-
-def _columns(handles, lengths, prompts) -> RowColumns:
-    n = len(handles)
-    zeros = np.zeros(n, np.int32)
-    return RowColumns(
-        handles=np.asarray(handles, np.int32),
-        lengths=np.asarray(lengths, np.int32),
-        num_prompt=np.asarray([len(p) for p in prompts], np.int32),
-        num_draws=zeros,
-        iterations=zeros,
-        finals=np.zeros(n, bool),
-        prompts=[np.asarray(p, np.int32) for p in prompts],
-        live=frozenset(),
-    )
-
-
 @pytest.fixture
 def node() -> LlamaSubmodule:
     node = LlamaSubmodule(nn.Module())
-    node.sampler = _StopTable()
+    node.sampler = OddRowsStopAt7()
     return node
 
 
 def test_prefill_asks_for_what_the_cache_lacks(node):
-    batch = node.prepare_batch("prefill", _columns([4, 2, 9], [0, 2, 3], [[10, 11], [20, 21, 22], [30, 31, 32, 33]]))
+    batch = node.prepare_batch("prefill", row_columns([4, 2, 9], [0, 2, 3], [[10, 11], [20, 21, 22], [30, 31, 32, 33]]))
     assert batch.spans.tolist() == [2, 1, 1]
     assert batch.token_ids.tolist() == [10, 11, 22, 33]
     assert batch.spans.dtype == batch.token_ids.dtype == np.int32
 
 
 def test_decode_asks_for_the_live_token(node):
-    batch = node.prepare_batch("decode", _columns([4, 2], [5, 6], [[1], [2]]))
+    batch = node.prepare_batch("decode", row_columns([4, 2], [5, 6], [[1], [2]]))
     assert (batch.spans.tolist(), batch.token_ids.tolist()) == ([1, 1], [-1, -1])
 
 
@@ -217,7 +195,7 @@ def test_a_step_touches_every_resource_and_keeps_who_samples(node):
 
 @pytest.mark.parametrize(("walk", "loop"), [("prefill", None), ("decode", "decode")])
 def test_stop_tokens_end_the_row_and_the_plan(node, walk, loop):
-    columns = _columns([1, 2, 3, 5], [1] * 4, [[1]] * 4)
+    columns = row_columns([1, 2, 3, 5], [1] * 4, [[1]] * 4)
     (decision,) = node.check_stop(walk, columns, {"token": np.array([7, 7, 8, 7])})
     assert decision.index.tolist() == [0, 3]
     assert (decision.loop, decision.finish) == (loop, True)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.row_columns import OddRowsStopAt7, row_columns
 from support.tiny_qwen3_5 import BASE, EXPERTS, MEDIA, VARIANTS, VISION, Variant, build_reference, variant
 from torch import nn
 
@@ -17,7 +18,7 @@ from mstar.engine.spec import (
     StateBlock,
 )
 from mstar.engine.step import Rows, SamplerStep
-from mstar.engine.submodule import EngineInputs, RowColumns
+from mstar.engine.submodule import EngineInputs
 from mstar.graph.base import GraphNode, Loop, LoopLimit, nodes_of
 from mstar.graph.compile import compile_walks
 from mstar.model.base import ChatMessage, MediaPart, MediaSpan, ModelSetup, PreparedPrompt, PromptRequest
@@ -256,44 +257,24 @@ def test_answers_think_and_call_tools():
     assert _model().vocab_size() == 151
 
 
-class _StopTable(nn.Module):
-    """In place of the sampler: rows with an odd handle stop at token 7."""
-
-    def stopped(self, handles, tokens):
-        return (handles % 2 == 1) & (tokens == 7)
-
-
-def _columns(handles, lengths, prompts) -> RowColumns:
-    n = len(handles)
-    zeros = np.zeros(n, np.int32)
-    return RowColumns(
-        handles=np.asarray(handles, np.int32),
-        lengths=np.asarray(lengths, np.int32),
-        num_prompt=np.asarray([len(p) for p in prompts], np.int32),
-        num_draws=zeros,
-        iterations=zeros,
-        finals=np.zeros(n, bool),
-        prompts=[np.asarray(p, np.int32) for p in prompts],
-        live=frozenset(),
-    )
-
-
 IMAGE, VIDEO = 140, 141
 TOKENS = MediaTokens(IMAGE, VIDEO, 142, 143)
 
 
 def _node(media: MediaTokens | None) -> LanguageSubmodule:
     node = LanguageSubmodule(nn.Module(), media)
-    node.sampler = _StopTable()
+    node.sampler = OddRowsStopAt7()
     return node
 
 
 def test_prefill_asks_for_what_the_cache_lacks():
-    batch = _node(None).prepare_batch("prefill", _columns([4, 2, 9], [0, 2, 3], [[10, 11], [20, 21, 22], [1, 2, 3, 4]]))
+    batch = _node(None).prepare_batch(
+        "prefill", row_columns([4, 2, 9], [0, 2, 3], [[10, 11], [20, 21, 22], [1, 2, 3, 4]])
+    )
     assert batch.spans.tolist() == [2, 1, 1]
     assert batch.token_ids.tolist() == [10, 11, 22, 4]
     assert batch.token_columns is None
-    decode = _node(TOKENS).prepare_batch("decode", _columns([4, 2], [2, 3], [[10, 11], [20, 21, 22]]))
+    decode = _node(TOKENS).prepare_batch("decode", row_columns([4, 2], [2, 3], [[10, 11], [20, 21, 22]]))
     assert (decode.spans.tolist(), decode.token_ids.tolist(), decode.token_columns) == ([1, 1], [-1, -1], None)
 
 
@@ -302,7 +283,7 @@ def test_media_tokens_count_up_from_the_prompts_beginning():
         *(-1, -1, 0, 1, -1, -1, 2, -1),
     ]
     prompts = [[IMAGE, 5, IMAGE, 6, VIDEO], [1, 2], [9, IMAGE]]
-    batch = _node(TOKENS).prepare_batch("prefill", _columns([1, 2, 3], [2, 0, 0], prompts))
+    batch = _node(TOKENS).prepare_batch("prefill", row_columns([1, 2, 3], [2, 0, 0], prompts))
     assert batch.token_ids.tolist() == [IMAGE, 6, VIDEO, 1, 2, 9, IMAGE]
     assert batch.token_columns["feature"].tolist() == [1, -1, 2, -1, -1, -1, 0]
     assert batch.token_columns["feature"].dtype == np.int32
@@ -319,7 +300,7 @@ def test_a_step_touches_both_memories():
 
 def test_stopping_ends_the_loop_or_the_prefill():
     node = _node(None)
-    columns = _columns([1, 2, 3], [1, 1, 1], [[1], [1], [1]])
+    columns = row_columns([1, 2, 3], [1, 1, 1], [[1], [1], [1]])
     (decode,) = node.check_stop("decode", columns, {"token": np.array([7, 7, 7])})
     assert (decode.index.tolist(), decode.loop, decode.finish) == ([0, 2], "decode", True)
     (prefill,) = node.check_stop("prefill", columns, {"token": np.array([7, 7, 1])})

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from support.instance import Instance, Tuning
+from support.random_arrivals import run_random_arrivals
 from support.tiny_qwen3_5 import Variant, build_reference, save_checkpoint, variant
 from support.token_parity import TokenCase, assert_equal_tokens
 
@@ -117,21 +118,8 @@ def test_random_arrivals_and_aborts(served, name: str):
     one = served("dense")
     rng = random.Random(name)
     instance = one.instance(TUNINGS[name])
-    waiting = rng.sample(range(len(LENGTHS)), len(LENGTHS))
-    aborted = set(rng.sample(waiting, 2))
-    sent: list[int] = []
-    while waiting:
-        for _ in range(rng.randint(1, 3)):
-            if waiting:
-                sent.append(waiting.pop())
-                one.submit(instance, sent[-1])
-        for _ in range(rng.randint(0, 6)):
-            instance.tick()
-        for index in sent:
-            if index in aborted and rng.random() < 0.5 and not instance.results[f"r{index}"].done:
-                instance.abort(f"r{index}")
-    instance.run()
-    one.check(instance, [i for i in sent if not instance.results[f"r{i}"].aborted])
+    finished = run_random_arrivals(instance, one.submit, len(LENGTHS), rng)
+    one.check(instance, finished)
     held = instance.held(0)
     assert not {name: value for name, value in held.items() if "live" in name or "owned" in name}, held
     assert instance.gauges(0)["mstar_tensors"] == instance.gauges(0)["mstar_handles"] == 0
