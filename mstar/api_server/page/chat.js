@@ -2,6 +2,7 @@
 
 import { ApiError, stream } from "./api.js";
 import { asPart } from "./attachments.js";
+import { forgetColours } from "./colours.js";
 import { byId } from "./dom.js";
 import { Answer, showUser } from "./message.js";
 
@@ -63,6 +64,7 @@ export class Chat {
   clear() {
     this.stop();
     this.messages = [];
+    forgetColours();
     byId("messages").replaceChildren();
     byId("prompt").focus();
   }

@@ -5,6 +5,7 @@
 // the same however the text was cut. HTML, pictures and code that is only indented stay text.
 
 import { copyButton } from "./clipboard.js";
+import { colour } from "./colours.js";
 import { el } from "./dom.js";
 import { inline } from "./inline.js";
 
@@ -37,6 +38,7 @@ export class Markdown {
   draw(isWhole = false) {
     for (const node of this.sketched ?? []) node.remove();
     this.sketched = null;
+    this.isWhole = isWhole;
     const lines = this.rest.split("\n");
     this.rest = "";
     const last = lines.pop();
@@ -45,17 +47,17 @@ export class Markdown {
       this.isLineBegun = false;
     }
     this.rest = this.cut(last);
-    this.sketch(isWhole);
+    this.sketch();
   }
 
   // Draws what is open, as if it ended here, and forgets that.
-  sketch(isWhole) {
+  sketch() {
     const { containers, leaf, isLineBegun } = this;
     this.sketched = [];
     this.containers = [...containers];
     this.leaf = leaf && { ...leaf };
-    if (this.rest && (isWhole || !MARKS_ALONE.test(this.rest))) this.parse(this.rest);
-    this.flush();
+    if (this.rest && (this.isWhole || !MARKS_ALONE.test(this.rest))) this.parse(this.rest);
+    this.close(this.containers.length);
     Object.assign(this, { containers, leaf, isLineBegun });
   }
 
@@ -198,10 +200,10 @@ export class Markdown {
 
   openCode(indent, fence, info) {
     const code = el("code");
-    const language = el("span", {}, info.trim().split(/\s/)[0]);
-    const bar = el("figcaption", {}, language, copyButton("Copy", () => code.textContent));
+    const [language] = info.trim().split(/\s/);
+    const bar = el("figcaption", {}, el("span", {}, language), copyButton("Copy", () => code.textContent));
     this.append(el("figure", { class: "code" }, bar, el("pre", {}, code)));
-    Object.assign(this.openLeaf("code", code), { fence, indent: indent.length });
+    Object.assign(this.openLeaf("code", code), { fence, indent: indent.length, language });
   }
 
   codeLine(text) {
@@ -240,6 +242,8 @@ export class Markdown {
 
   close(depth) {
     this.flush();
+    const { leaf } = this;
+    if (leaf?.kind === "code" && (this.isWhole || !this.sketched)) colour(leaf.element, leaf.language);
     this.leaf = null;
     this.containers.length = depth;
   }

@@ -240,6 +240,51 @@ def test_a_text_is_the_same_however_it_comes(page: "playwright.Page"):
     assert page.locator(".text").text_content().count("😀") == 9000
 
 
+COLOURED = """() => Object.fromEntries([...CSS.highlights].map(([kind, ranges]) => [kind, [...ranges].map((part) => {
+  const range = document.createRange();
+  range.setStart(part.startContainer, part.startOffset);
+  range.setEnd(part.endContainer, part.endOffset);
+  return range.toString();
+})]))"""
+FORGET = """async () => (await import("/page/colours.js")).forgetColours()"""
+PYTHON = """```python
+class A:  # 'not' a text
+    x1 = \"\"\"two
+lines\"\"\" + 'it\\'s' + 0x1F
+```"""
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_code_has_colours(page: "playwright.Page", size: int):
+    page.evaluate(FORGET)
+    show(page, *(PYTHON[i : i + size] for i in range(0, len(PYTHON), size)))
+    assert page.evaluate(COLOURED) == {
+        "code-word": ["class"],
+        "code-comment": ["# 'not' a text"],
+        "code-text": ['"""two\nlines"""', r"'it\'s'"],
+        "code-number": ["0x1F"],
+    }
+    show(
+        page,
+        "```js\nlet a = `b\nc`; // d\n```\n```SQL\nselect 1 -- x\n```\n```\nif 1\n```\n```text\nif 1\n```\n"
+        + "```c\nint 5",
+    )
+    added = page.evaluate(COLOURED)
+    assert added["code-word"][1:] == ["let", "select"] and added["code-number"][1:] == ["1", "5"]
+    assert added["code-comment"][1:] == ["// d", "-- x"] and added["code-text"][2:] == ["`b\nc`"]
+
+
+def test_long_code_and_old_browsers_have_none(page: "playwright.Page"):
+    page.evaluate(FORGET)
+    show(page, "```py\n" + "def f(): pass\n" * 2000 + "```\n")
+    assert page.evaluate(COLOURED) == {}
+    page.evaluate("delete CSS.highlights")
+    page.evaluate("Object.defineProperty(CSS, 'highlights', {value: undefined, configurable: true})")
+    assert show(page, "```py\nif 1\n```\n") == code_block("py", "if 1")
+    page.evaluate("delete CSS.highlights")
+    page.evaluate(FORGET)
+
+
 def test_what_is_done_stays_in_place(page: "playwright.Page"):
     """Only what is open is drawn again: the nodes before stay those that they were, for whoever selects in them."""
     kept = page.evaluate(
