@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from mstar.conductor.events import RefusedError
-from mstar.conductor.handle import ABORTED
+from mstar.conductor.events import ABORTED, RefusedError
 
 T = TypeVar("T")
 

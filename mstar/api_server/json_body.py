@@ -13,8 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from mstar.api_server.errors import MAX_SHOWN, bad_request, failure_of_validation
-from mstar.conductor.events import Failure, RefusedError
-from mstar.conductor.handle import ABORTED
+from mstar.conductor.events import ABORTED, Failure, RefusedError
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -62,6 +62,7 @@ class Failure(NamedTuple):
     retry_after_s: int | None = None
 
 
+ABORTED = Failure(499, "request_aborted", "The request was aborted.")
 Event = PreparedEvent | TokenEvent | TensorEvent | FinishedEvent | Failure
 
 

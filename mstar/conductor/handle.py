@@ -12,17 +12,16 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-from pydantic import BaseModel
 
 from mstar.communication.host_tensors import from_numpy
 from mstar.communication.messages import OpenRequest, StepReport
 from mstar.conductor.admission import check_choices, check_length, check_prompt_length, grant_tokens
 from mstar.conductor.conductor import Conductor
-from mstar.conductor.events import Failure, PreparedEvent, RefusedError, RequestStream
+from mstar.conductor.events import ABORTED, Failure, PreparedEvent, RefusedError, RequestStream
+from mstar.conductor.model_facts import ModelFacts
 from mstar.conductor.preprocess import PreprocessPool
 from mstar.conductor.queue_bound import Load, QueueBound
 from mstar.conductor.request import GenerateRequest, PromptInput, choice_seed
@@ -31,41 +30,13 @@ from mstar.conductor.request_times import MAX_RECENT, RequestTimes
 from mstar.conductor.statistics import Statistics
 from mstar.conductor.walks import StartPlan, WalkDirectory
 from mstar.conductor.workers import WorkerTable
-from mstar.model.base import Model, ModelCard, OutputFormat, PreparedPrompt
+from mstar.model.base import Model, PreparedPrompt
 from mstar.process_log import REQUEST
 
 logger = logging.getLogger(__name__)
 RETRY_NOT_READY_S = 2
 PROMPT_TAIL = 8
-ABORTED = Failure(499, "request_aborted", "The request was aborted.")
 SHUT_DOWN = Failure(503, "server_shutting_down", "The server is shutting down.")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What intake checks requests against, and shows of the model."""
-
-    card: ModelCard
-    max_seq_len: int
-    vocab_size: int
-    stop_token_ids: tuple[int, ...]
-    parameters: type[BaseModel]
-    input_modalities: tuple[str, ...]
-    output_format: OutputFormat
-    embedding_size: int | None
-
-    @classmethod
-    def of(cls, model: Model) -> ModelFacts:
-        return cls(
-            card=model.card,
-            max_seq_len=model.setup.max_seq_len,
-            vocab_size=model.vocab_size(),
-            stop_token_ids=tuple(model.stop_token_ids()),
-            parameters=model.parameter_schema(),
-            input_modalities=tuple(model.input_modalities()),
-            output_format=model.output_format(),
-            embedding_size=model.embedding_size(),
-        )
 
 
 class ConductorHandle:

@@ -8,7 +8,7 @@ from mstar.api_server.generate.schema import GenerateBody
 from mstar.api_server.openai.adapter import TextRequest, text_request
 from mstar.api_server.openai.chat_messages import conversation_of
 from mstar.api_server.openai.prompts import prompt_inputs
-from mstar.conductor.handle import ModelFacts
+from mstar.conductor.model_facts import ModelFacts
 
 
 def from_generate(body: GenerateBody, facts: ModelFacts, request_id: str, media: Sequence[bytes] = ()) -> TextRequest:

@@ -23,7 +23,7 @@ from mstar.api_server.openai.text_grammar import JSON_OBJECT, CallRules, FormWis
 from mstar.api_server.stop_strings import StopAutomaton
 from mstar.communication.messages import SamplingParams
 from mstar.conductor.events import RefusedError
-from mstar.conductor.handle import ModelFacts
+from mstar.conductor.model_facts import ModelFacts
 from mstar.conductor.request import GenerateRequest, PromptInput
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -20,7 +20,7 @@ from mstar.api_server.openapi import describe
 from mstar.communication.host_tensors import to_numpy
 from mstar.communication.messages import HostTensor
 from mstar.conductor.events import Failure, PreparedEvent, RefusedError, RequestStream, TensorEvent
-from mstar.conductor.handle import ModelFacts
+from mstar.conductor.model_facts import ModelFacts
 from mstar.conductor.request import GenerateRequest
 
 router = APIRouter(dependencies=[Depends(only_if_answered)])

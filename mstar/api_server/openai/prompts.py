@@ -7,7 +7,7 @@ from typing import Any
 
 from mstar.api_server.errors import bad_request
 from mstar.conductor.admission import check_prompt_length
-from mstar.conductor.handle import ModelFacts
+from mstar.conductor.model_facts import ModelFacts
 from mstar.conductor.request import PromptInput
 from mstar.model.base import PromptKind
 

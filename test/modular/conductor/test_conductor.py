@@ -24,8 +24,7 @@ from mstar.communication.messages import (
     TokenLogprobs,
     WalkDone,
 )
-from mstar.conductor.events import Failure, FinishedEvent, TensorEvent, TokenEvent
-from mstar.conductor.handle import ABORTED
+from mstar.conductor.events import ABORTED, Failure, FinishedEvent, TensorEvent, TokenEvent
 from mstar.model.base import ModelSetup
 
 TENSOR = HostTensor("float32", (1,), b"\0\0\0\0")

@@ -9,7 +9,7 @@ from support.instance import Tuning, shared_memory_of
 from support.stepwise_model import PLACEMENT, SINGING_PLACEMENT, SingingModel, StepwiseModel
 from support.stepwise_nodes import build_submodule, words_of
 
-from mstar.conductor.handle import ABORTED
+from mstar.conductor.events import ABORTED
 from mstar.model.base import Done, ModelSetup, PartitionState, PreparedPrompt, WalkStep
 
 SETUP = ModelSetup({}, None, 64)
