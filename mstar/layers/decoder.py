@@ -1,4 +1,4 @@
-"""The frame of a decoder: token embedding, layers on one residual stream, final norm, logits. Called by forwards."""
+"""A decoder around its layers: token embedding, one residual stream, final norm, logits. Called by forwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mstar.layers.norm import RMSNorm
 
 
 class DecoderLayer(Protocol):
-    """What a layer is to the frame. `x [tokens, hidden]` is its normalized input, `residual` the stream that it adds
+    """What a layer of a decoder is. `x [tokens, hidden]` is its normalized input, `residual` the stream that it adds
     to, in place; what it returns is the next layer's `x`, by `next_norm`."""
 
     input_layernorm: RMSNorm
