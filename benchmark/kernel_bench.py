@@ -147,6 +147,21 @@ def attention_kernels(rows: int, context: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+def prompt_kernels(rows: int, context: int) -> dict[str, float]:
+    """Prompts of `context` tokens."""
+    num_pages = -(-context // PAGE)
+    k, v = normal(2, rows * num_pages, PAGE, KV_HEADS, HEAD_DIM)
+    table = torch.randperm(rows * num_pages, device="cuda").int().view(rows, num_pages)
+    lens = torch.full((rows,), context, dtype=torch.int32, device="cuda")
+    starts = torch.arange(0, rows * context + 1, context, dtype=torch.int32, device="cuda")
+    q = normal(rows * context, HEADS, HEAD_DIM)
+    return {
+        f"attend_prompts_{context}": time_us([
+            lambda: ops.paged_attend(q, k, v, table, lens, starts, HEAD_DIM**-0.5)
+        ] * 4)
+    }  # fmt: skip
+
+
 def delta_kernels(rows: int) -> dict[str, float]:
     wide = normal(rows, CHANNELS + DELTA_HEADS * DELTA_DIM + 2 * DELTA_HEADS)
     qkv, b, a = wide[:, :CHANNELS], wide[:, -2 * DELTA_HEADS : -DELTA_HEADS], wide[:, -DELTA_HEADS:]
@@ -203,6 +218,7 @@ PARTS: Mapping[str, Callable[[int, int], dict[str, float]]] = {
     "rows": lambda rows, _: row_kernels(rows),
     "products": lambda rows, _: product_kernels(rows),
     "attention": attention_kernels,
+    "prompts": prompt_kernels,
     "delta": lambda rows, _: delta_kernels(rows),
     "draws": lambda rows, _: draw_kernels(rows),
 }

@@ -6,6 +6,8 @@ fixed positions, and what a tile reads beyond what a query may see adds zeros.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +18,22 @@ from mstar.kernels.triton.launch import dependent_launch, dot, next_power_of_2, 
 _NOTHING = tl.constexpr(-1e30)
 
 
+_LOG2_E = 1.4426950408889634
+
+
+class Tile(NamedTuple):
+    """Queries of a program, and keys read at a time."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+_NARROW, _WIDE = Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)
+"""For heads of up to 128 numbers, and wider ones."""
+
+
 @triton.jit
 def _attend_kernel(
     q, k_pages, v_pages, table, kv_lens, q_starts, out, scale, num_rows,
@@ -24,7 +42,7 @@ def _attend_kernel(
     PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    tile = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # those with the most keys first
     head = tl.program_id(1)
     # Which row and which of its tiles this is: rows have their tiles one after the other.
     i = tl.arange(0, ROWS)
@@ -41,41 +59,71 @@ def _attend_kernel(
         kv_len = tl.load(kv_lens + row)
         token = begin + number * QUERIES + tl.arange(0, QUERIES)
         d = tl.arange(0, DIM)
-        n = tl.arange(0, KEYS)
         inside = (token < end)[:, None] & (d < HEAD_DIM)[None, :]
         query = tl.load(q + token.to(tl.int64)[:, None] * q_token + head * q_head + d[None, :], mask=inside, other=0.0)
         seen = tl.zeros([QUERIES], tl.int32) + kv_len
         if CAUSAL:
-            seen = kv_len - (end - 1 - token)
-        most = tl.minimum(tl.max(seen, 0), kv_len)
+            seen = tl.minimum(kv_len - (end - 1 - token), kv_len)
+        most = tl.max(seen, 0)
+        # Up to here every query sees every key.
+        least = tl.maximum(tl.min(seen, 0), 0) // KEYS * KEYS
         best = tl.full([QUERIES], _NOTHING, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         acc = tl.zeros([QUERIES, DIM], tl.float32)
         pages = table + row.to(tl.int64) * table_stride
         offset = (head // GROUP) * HEAD_DIM
-        for start in range(0, most, KEYS):
-            exists = start + n < kv_len
-            if PAGE_SIZE % KEYS == 0:
-                page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
-                place = page * page_stride + (start % PAGE_SIZE + n) * slot_stride + offset
-            else:
-                page = tl.load(pages + (start + n) // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-                place = page * page_stride + ((start + n) % PAGE_SIZE) * slot_stride + offset
-            here = exists[:, None] & (d < HEAD_DIM)[None, :]
-            k = tl.load(k_pages + place[:, None] + d[None, :], mask=here, other=0.0)
-            v = tl.load(v_pages + place[:, None] + d[None, :], mask=here, other=0.0)
-            scores = dot(query, tl.trans(k), tl.zeros([QUERIES, KEYS], tl.float32)) * scale
-            visible = (start + n)[None, :] < tl.minimum(seen, kv_len)[:, None]
-            scores = tl.where(visible, scores, _NOTHING)
-            higher = tl.maximum(best, tl.max(scores, 1))
-            keep = tl.exp(best - higher)
-            weights = tl.where(visible, tl.exp(scores - higher[:, None]), 0.0)
-            total = total * keep + tl.sum(weights, 1)
-            acc = dot(weights.to(v.dtype), v, acc * keep[:, None])
-            best = higher
+        for start in range(0, least, KEYS):
+            best, total, acc = _add_keys(
+                best, total, acc, query, seen, k_pages, v_pages, pages, start, kv_len, scale, page_stride, slot_stride,
+                offset, HEAD_DIM, DIM, KEYS, PAGE_SIZE, False,
+            )  # fmt: skip
+        for start in range(least, most, KEYS):
+            best, total, acc = _add_keys(
+                best, total, acc, query, seen, k_pages, v_pages, pages, start, kv_len, scale, page_stride, slot_stride,
+                offset, HEAD_DIM, DIM, KEYS, PAGE_SIZE, True,
+            )  # fmt: skip
         result = (acc / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty)
         to = out + token.to(tl.int64)[:, None] * out_token + head * out_head + d[None, :]
         tl.store(to, result, mask=inside)
+
+
+@triton.jit
+def _add_keys(
+    best, total, acc, query, seen, k_pages, v_pages, pages, start, kv_len, scale, page_stride, slot_stride, offset,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Go on with the keys from `start`; unless `MASKED`, all of them exist and are seen. `scale` is that of powers of
+    two."""
+    d = tl.arange(0, DIM)
+    n = tl.arange(0, KEYS)
+    if PAGE_SIZE % KEYS == 0:
+        page = tl.load(pages + start // PAGE_SIZE).to(tl.int64)
+        place = page * page_stride + (start % PAGE_SIZE + n) * slot_stride + offset
+    else:
+        page = tl.load(pages + (start + n) // PAGE_SIZE, mask=start + n < kv_len, other=0).to(tl.int64)
+        place = page * page_stride + ((start + n) % PAGE_SIZE) * slot_stride + offset
+    if MASKED:
+        here = (start + n < kv_len)[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(k_pages + place[:, None] + d[None, :], mask=here, other=0.0)
+        v = tl.load(v_pages + place[:, None] + d[None, :], mask=here, other=0.0)
+    elif HEAD_DIM < DIM:
+        k = tl.load(k_pages + place[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+        v = tl.load(v_pages + place[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(k_pages + place[:, None] + d[None, :])
+        v = tl.load(v_pages + place[:, None] + d[None, :])
+    scores = dot(query, tl.trans(k), tl.zeros([query.shape[0], KEYS], tl.float32)) * scale
+    if MASKED:
+        visible = (start + n)[None, :] < seen[:, None]
+        scores = tl.where(visible, scores, _NOTHING)
+    higher = tl.maximum(best, tl.max(scores, 1))
+    keep = tl.exp2(best - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    if MASKED:
+        weights = tl.where(visible, weights, 0.0)
+    total = total * keep + tl.sum(weights, 1)
+    acc = dot(weights.to(v.dtype), v, acc * keep[:, None])
+    return higher, total, acc
 
 
 def attend_rows(
@@ -98,13 +146,13 @@ def attend_rows(
     if tokens == 0 or rows == 0:
         return out
     dim = max(16, next_power_of_2(head_dim))
-    queries, keys = (64, 32) if dim > 128 else (64, 64)
-    tiles = triton.cdiv(tokens, queries) + rows  # at most: each row may end within a tile
+    tile = _WIDE if dim > 128 else _NARROW
+    tiles = triton.cdiv(tokens, tile.queries) + rows  # at most: each row may end within a tile
     _attend_kernel[(tiles, heads)](
-        q, k_pages, v_pages, block_table, kv_lens, q_starts, out, scale, rows,
+        q, k_pages, v_pages, block_table, kv_lens, q_starts, out, scale * _LOG2_E, rows,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), k_pages.stride(0), k_pages.stride(1),
-        block_table.stride(0), GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim, QUERIES=queries, KEYS=keys,
-        PAGE_SIZE=page_size, ROWS=next_power_of_2(rows), CAUSAL=causal, num_warps=4, num_stages=2,
-        **dependent_launch(q),
+        block_table.stride(0), GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim,
+        QUERIES=tile.queries, KEYS=tile.keys, PAGE_SIZE=page_size, ROWS=next_power_of_2(rows), CAUSAL=causal,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent_launch(q),
     )  # fmt: skip
     return out
