@@ -8,9 +8,6 @@ A cut (top-k, top-p) or the draw itself is a place in that order where a count o
 vocabulary find it: one sums the weights in bins of the logit's distance from the largest, which tells the bin of the
 place and what lies above; another lists the tokens of that bin, and the place is searched in the list by halving. Where
 the list does not fit (thousands of nearly equal logits) the whole row is searched instead, which is slow and right.
-
-Most tokens of a trained model are far below the largest and weigh nothing that a draw could reach. What is farther than
-`_reach` is summed without bins.
 """
 
 from __future__ import annotations
@@ -30,8 +27,6 @@ _MOST_SHIFT = 44
 _SLOTS = tl.constexpr(16)
 """Whole numbers of each row, by name below."""
 _LEAST, _TARGET, _KEPT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_FAR = tl.constexpr(3)
-"""The weight of all tokens without a bin."""
 _SIZE, _ABOVE, _FIRST, _LAST = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 """Of the listed bins, and what is above them: for the cut and, four further, for the draw."""
 _TEMPERATURE, _TOP_K, _TOP_P, _MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -77,16 +72,8 @@ def _token_of(tokens, row):
 
 
 @triton.jit
-def _reach(vocab, uniform, top_p):
-    """A distance that neither the draw nor the border of a top-p lies beyond. From the token drawn down, tokens weigh
-    at least ``1 - uniform`` of the largest, from the border ``1 - top_p``; all that lie beyond weigh less together."""
-    rest = tl.minimum(1.0 - uniform, tl.where(top_p < 1, 1.0 - top_p, 1.0))
-    return tl.log(vocab.to(tl.float32) / rest) + 1.0
-
-
-@triton.jit
 def _sum_kernel(
-    logits, tokens, rows, handles, uniforms, table, numbers, masses, counts, vocab, stride, table_stride, span,
+    logits, tokens, rows, handles, table, numbers, masses, counts, vocab, stride, table_stride, span,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weight in each bin, and for a top-k the number of tokens; the sum of all weights that min-p keeps."""
@@ -96,25 +83,20 @@ def _sum_kernel(
     if token >= 0:
         params = table + tl.load(handles + entry) * table_stride
         temperature, min_p, top_k = tl.load(params + _TEMPERATURE), tl.load(params + _MIN_P), tl.load(params + _TOP_K)
-        reach = _reach(vocab, tl.load(uniforms + entry), tl.load(params + _TOP_P))
         largest = tl.load(logits + row * stride + token)
         begin = tl.program_id(1) * span
         least = tl.zeros([BLOCK], tl.int64)
-        far = tl.zeros([BLOCK], tl.int64)
         for start in range(begin, tl.minimum(begin + span, vocab), BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=float("-inf"))
             distance, share = _share(x, largest, temperature)
             weight = _weight(share, SHIFT)
             least += tl.where(share >= min_p, weight, 0)
-            near = distance < reach
-            far += tl.where(near, 0, weight)
             at = entry * _BINS + _bin(distance)
-            tl.atomic_add(masses + at, weight, mask=near & (weight > 0), sem="relaxed")
+            tl.atomic_add(masses + at, weight, mask=weight > 0, sem="relaxed")
             if top_k > 0:
                 tl.atomic_add(counts + at, tl.full([BLOCK], 1, tl.int32), mask=weight > 0, sem="relaxed")
         tl.atomic_add(numbers + entry * _SLOTS + _LEAST, tl.sum(least, 0), sem="relaxed")
-        tl.atomic_add(numbers + entry * _SLOTS + _FAR, tl.sum(far, 0), sem="relaxed")
 
 
 @triton.jit
@@ -133,7 +115,7 @@ def _cut_kernel(tokens, rows, handles, table, numbers, masses, counts, table_str
             tl.store(own + _KEPT, number)
             tl.store(own + _LAST, tl.sum((tl.cumsum(found, 0) < number).to(tl.int64), 0))
         elif top_p < 1:
-            _bin_of(own, mass, _part_of(tl.sum(mass, 0) + tl.load(own + _FAR), top_p))
+            _bin_of(own, mass, _part_of(tl.sum(mass, 0), top_p))
         else:
             tl.store(own + _FIRST, 1)
 
@@ -250,7 +232,7 @@ def _kept_kernel(
         row_logits = logits + row * stride
         mass = tl.load(masses + entry * _BINS + tl.arange(0, _BINS))
         size, above = tl.load(own + _SIZE), tl.load(own + _ABOVE)
-        kept = tl.sum(mass, 0) + tl.load(own + _FAR)
+        kept = tl.sum(mass, 0)
         if (top_k > 0) | (top_p < 1):
             at = tl.arange(0, _LIST)
             listed_keys = tl.load(keys + entry * _LIST + at, mask=at < size, other=-1)
@@ -327,7 +309,7 @@ def draw_tokens(
     sizes = {"SHIFT": min(_MOST_SHIFT, 62 - (vocab - 1).bit_length()), "BLOCK": _BLOCK, "num_warps": 8}
     shape = (vocab, logits.stride(0), table.stride(0))
     own = (logits, tokens, rows, handles)
-    _sum_kernel[grid](*own, uniforms, table, numbers, masses, counts, *shape, span, **sizes)
+    _sum_kernel[grid](*own, table, numbers, masses, counts, *shape, span, **sizes)
     if cuts:
         _cut_kernel[each](tokens, rows, handles, table, numbers, masses, counts, table.stride(0), num_warps=8)
         _list_kernel[grid](*own, table, numbers, keys, *shape, span, WHICH=0, **sizes)
