@@ -64,7 +64,8 @@ class SchedulerConfig(Section):
 
 
 class CaptureConfig(Section):
-    """Replay of captured steps over padded buffers. `batch_sizes: auto` lets the platform choose."""
+    """Replay of captured steps over padded buffers. `batch_sizes: auto` lets the platform choose; a size above
+    `scheduler.max_rows` stands for `max_rows`. Steps of more rows than the largest are not replayed."""
 
     enabled: bool = True
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] | Literal["auto"] = "auto"

@@ -82,13 +82,13 @@ def capture_buckets(
 
 
 def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[Size]:
-    """Sizes of a declaration in this deployment, none above its row limit."""
+    """Sizes of a declaration in this deployment. One above its row limit stands for the limit, which is covered so."""
     if isinstance(declared, PackedCudaGraphConfig):
         return [Size(*size) for size in packed_sizes(config)]
     sizes = declared.capture_batch_sizes
     if sizes is None:
         sizes = auto_capture_sizes(config) if config.capture_sizes is None else config.capture_sizes
-    return [Size(size) for size in sorted(set(sizes)) if 0 < size <= config.max_rows]
+    return [Size(size) for size in sorted({min(size, config.max_rows) for size in sizes}) if size > 0]
 
 
 @torch.inference_mode()

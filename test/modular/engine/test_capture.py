@@ -181,9 +181,9 @@ def test_sizes_of_the_declaration_and_of_the_deployment():
     progress: list[tuple[str, int, int]] = []
     node = Declared()
     rig = EngineRig({NODE: node}, capture_sizes=(2,))
-    assert node.batch_sizes == [3, 1]  # largest first; none above max_rows
+    assert node.batch_sizes == [8, 3, 1]  # largest first; of max_rows what would be above
     rig.engine.capture(lambda *state: progress.append(state))
-    assert progress[0] == ("capture LLM decode", 0, 2) and progress[-1] == ("capture", 2, 2)
+    assert progress[0] == ("capture LLM decode", 0, 3) and progress[-1] == ("capture", 3, 3)
 
 
 def test_the_platform_captures_what_it_can_record(kernels: str):
