@@ -45,6 +45,11 @@ EMBEDDING = np.full(4, 0.5, np.float32)
 Script = Callable[[OpenRequest], Iterable[int]]
 
 
+def endless(_: object) -> Iterator[int]:
+    """A script: one token again and again."""
+    return iter(lambda: 300, None)
+
+
 @dataclass
 class Row:
     """One running request. It samples `tokens` until an end token, `max_tokens` or `Stop`."""

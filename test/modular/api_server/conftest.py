@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from support.fake_worker import endless
 from support.running_front import RunningFront, build_spec
 from support.tiny_text import build_tokenizer
 
@@ -32,3 +33,21 @@ def front(_front: RunningFront) -> Iterator[RunningFront]:
     assert answer.status_code == 200, answer.text
     _front.wait_until(lambda: _front.worker.num_open == 0)
     assert _front.parts.handle.num_live == _front.parts.handle.num_waiting == 0
+
+
+@pytest.fixture
+def slow(front: RunningFront) -> RunningFront:
+    """Every request goes on until it is ended, a token each 10 ms."""
+    front.worker.script = endless
+    front.call(lambda: setattr(front.worker, "step_s", 0.01))
+    return front
+
+
+@pytest.fixture(scope="session")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    """A model that thinks, calls tools and sees."""
+    # Imported here: it brings torch along, which most files of this folder do without.
+    from support.qwen3_5_front import build_qwen_spec, running_qwen
+
+    with running_qwen(build_qwen_spec(tmp_path_factory.mktemp("qwen"))) as front:
+        yield front

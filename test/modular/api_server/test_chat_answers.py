@@ -6,7 +6,6 @@ from typing import Any
 
 import openai
 import pytest
-from support.qwen3_5_front import build_qwen_spec, running_qwen
 from support.running_front import MODEL, RunningFront
 
 from mstar.communication.messages import TokenLogprobs
@@ -33,19 +32,13 @@ CALLS = (
 ARGUMENTS = [{"city": 'São "Paulo"', "days": 3, "ratio": 0.5}, {"city": ""}]
 
 
-@pytest.fixture(scope="module")
-def _qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
-    with running_qwen(build_qwen_spec(tmp_path_factory.mktemp("qwen"))) as front:
-        yield front
-
-
 @pytest.fixture
-def qwen(_qwen: RunningFront) -> Iterator[RunningFront]:
-    _qwen.worker.logprobs = None
-    _qwen.reply(f"{THOUGHT}\n</think>\n\n Hello 😀")
-    yield _qwen
-    _qwen.wait_until(lambda: _qwen.worker.num_open == 0)
-    assert _qwen.parts.handle.num_live == _qwen.parts.handle.num_waiting == 0
+def qwen(thinking: RunningFront) -> Iterator[RunningFront]:
+    thinking.worker.logprobs = None
+    thinking.reply(f"{THOUGHT}\n</think>\n\n Hello 😀")
+    yield thinking
+    thinking.wait_until(lambda: thinking.worker.num_open == 0)
+    assert thinking.parts.handle.num_live == thinking.parts.handle.num_waiting == 0
 
 
 @pytest.fixture

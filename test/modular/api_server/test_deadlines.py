@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from support.fake_worker import endless
 from support.running_front import MODEL, RunningFront, Streamed, build_spec
 from support.tiny_text import build_tokenizer
 
@@ -16,18 +17,6 @@ from mstar.config.schema import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SOON = {"timeout": 0.3}
-
-
-def endless(_: object) -> Iterator[int]:
-    return iter(lambda: 300, None)
-
-
-@pytest.fixture
-def slow(front: RunningFront) -> RunningFront:
-    """Every request goes on until it is ended, a token each 10 ms."""
-    front.worker.script = endless
-    front.call(lambda: setattr(front.worker, "step_s", 0.01))
-    return front
 
 
 @pytest.fixture

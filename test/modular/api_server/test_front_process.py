@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.fake_worker import endless
 from support.front_child import FrontChild
 from support.running_front import MODEL, Streamed
 from support.tiny_text import build_tokenizer
@@ -19,10 +20,6 @@ from mstar.communication.messages import Hello, Ready
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 REPLY = " The capital of France is Paris."
 CHAT = "/v1/chat/completions"
-
-
-def endless(_: object) -> Iterator[int]:
-    return iter(lambda: 300, None)
 
 
 def reply(_: object) -> list[int]:

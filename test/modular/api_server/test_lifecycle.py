@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.fake_worker import endless
 from support.running_front import MODEL, RunningFront, Streamed, build_spec
 from support.tiny_text import build_tokenizer
 
@@ -18,18 +19,6 @@ from mstar.config.schema import ServerConfig
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
-
-
-def endless(_: object) -> Iterator[int]:
-    return iter(lambda: 300, None)
-
-
-@pytest.fixture
-def slow(front: RunningFront) -> RunningFront:
-    """Every request goes on until it is ended, a token each 10 ms."""
-    front.worker.script = endless
-    front.call(lambda: setattr(front.worker, "step_s", 0.01))
-    return front
 
 
 def raw_request(front: RunningFront, *, stream: bool, extra: bytes = b"", **fields: object) -> socket.socket:

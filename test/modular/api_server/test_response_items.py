@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from support.qwen3_5_front import build_qwen_spec, data_url, image_bytes, running_qwen
+from support.qwen3_5_front import data_url, image_bytes
 from support.running_front import MODEL, RunningFront
 
 TOOL: dict[str, Any] = {
@@ -20,17 +20,12 @@ CALL = "<tool_call>\n<function=weather>\n<parameter=city>\n%s\n</parameter>\n</f
 ANSWER = f"{THOUGHT}\n</think>\n\nI ask.\n{CALL % 'Paris'}\n{CALL % 'Rome'}"
 
 
-@pytest.fixture(scope="module")
-def _qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
-    with running_qwen(build_qwen_spec(tmp_path_factory.mktemp("qwen"))) as front:
-        yield front
-
-
 @pytest.fixture
-def qwen(_qwen: RunningFront) -> Iterator[RunningFront]:
-    _qwen.reply(ANSWER)
-    yield _qwen
-    _qwen.wait_until(lambda: _qwen.worker.num_open == 0)
+def qwen(thinking: RunningFront) -> Iterator[RunningFront]:
+    thinking.worker.logprobs = None
+    thinking.reply(ANSWER)
+    yield thinking
+    thinking.wait_until(lambda: thinking.worker.num_open == 0)
 
 
 @pytest.fixture
