@@ -33,7 +33,7 @@ class Trial(msgspec.Struct, tag=True, frozen=True):
 
 
 class Passed(msgspec.Struct, tag=True, frozen=True):
-    """Process → worker: it can be compiled."""
+    """Process → worker: it can be compiled, and followed."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -1,4 +1,5 @@
-"""Entry of the process that tries grammars for a worker: compiles what it is sent, and says whether that went well.
+"""Entry of the process that tries grammars for a worker: compiles what it is sent, follows a text with it, and
+says whether that went well.
 
 Started as `python -m mstar.worker.grammars.trial_process FD PARENT_PID`. Without torch, below the worker's priority.
 It ends when its pipe closes or its parent dies; a grammar that it cannot finish is ended with it, by the worker or by
@@ -19,6 +20,7 @@ from pathlib import Path
 from mstar.platforms.parent_death import die_with_parent
 from mstar.worker.grammars.compiler import GrammarCompiler
 from mstar.worker.grammars.constraints import GrammarError
+from mstar.worker.grammars.rehearsal import rehearse
 from mstar.worker.grammars.trial_messages import (
     Passed,
     Ready,
@@ -52,7 +54,7 @@ def serve(pipe: Connection) -> None:
     """Until the pipe is closed."""
     setup = decode_order(pipe.recv_bytes())
     assert isinstance(setup, TrialSetup)
-    max_bytes = setup.max_bytes
+    vocab_size, max_bytes = setup.vocab_size, setup.max_bytes
     try:
         vocabulary = setup.vocabulary or read_vocabulary(Path(setup.tokenizer_dir), setup.vocab_size, setup.end_ids)
     except GrammarError as error:
@@ -65,12 +67,13 @@ def serve(pipe: Connection) -> None:
     while True:
         order = decode_order(pipe.recv_bytes())
         assert isinstance(order, Trial)
-        pipe.send_bytes(encode(attempt(compiler, order, max_bytes)))
+        pipe.send_bytes(encode(attempt(compiler, order, vocab_size, max_bytes)))
 
 
-def attempt(compiler: GrammarCompiler, trial: Trial, max_bytes: int) -> Reply:
+def attempt(compiler: GrammarCompiler, trial: Trial, vocab_size: int, max_bytes: int) -> Reply:
+    """Whether it can be compiled, and followed in time."""
     try:
-        compiler.compile(trial.form, trial.behind)
+        rehearse(compiler.compile(trial.form, trial.behind), compiler.end_ids, vocab_size)
     except GrammarError as error:
         if any(sign in str(error) for sign in OUT_OF_MEMORY):
             return Refused(f"the grammar takes more than {max_bytes >> 20} MiB to compile; ask for a simpler one")

@@ -19,9 +19,12 @@ from tokenizers import Tokenizer
 
 from mstar.api_server.grammar.formats import context_free, json_text, literal, regular
 from mstar.worker.grammars.builds import GrammarBuilds, GrammarKey
+from mstar.worker.grammars.compiler import GrammarCompiler
 from mstar.worker.grammars.constraints import CompilerLostError, GrammarError, HopelessGrammarError
-from mstar.worker.grammars.trial_messages import TrialSetup
+from mstar.worker.grammars.trial_messages import Passed, Refused, Trial, TrialSetup
+from mstar.worker.grammars.trial_process import attempt
 from mstar.worker.grammars.trials import TriedCompiler
+from mstar.worker.grammars.vocabulary import read_vocabulary
 
 SLOW = json.dumps(regular("|".join(f"[a-z]{{{i},{i + 900}}}" for i in range(1, 900))))
 """Takes minutes, and all the memory there is."""
@@ -202,8 +205,10 @@ def test_close_gives_up_what_is_being_compiled(directory: Path):
 ORPHAN = """
 import sys, msgspec
 sys.modules["torch"] = None  # starts sooner
-from mstar.worker.grammars.trial_messages import TrialSetup
+from mstar.worker.grammars.trial_messages import Passed, Refused, Trial, TrialSetup
+from mstar.worker.grammars.trial_process import attempt
 from mstar.worker.grammars.trials import TriedCompiler
+from mstar.worker.grammars.vocabulary import read_vocabulary
 compiler = TriedCompiler(msgspec.json.decode(sys.argv[1], type=TrialSetup))
 compiler.prepare()
 print(compiler.pid, flush=True)
@@ -272,3 +277,19 @@ def test_requests_beside_one_whose_process_is_killed_go_on(tmp_path: Path):
     assert texts.text(first) == "ok" and texts.text(after) == "fine" and len(free.tokens) == 150
     assert lost.failure is not None and "try again" in lost.failure
     instance.close()
+
+
+AMBIGUOUS = 'root ::= a* "!"\na ::= b*\nb ::= c*\nc ::= [a-z]*'
+
+
+def test_a_grammar_that_cannot_be_followed_in_time_is_refused_before_it_is(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    setup = setup_for(directory)
+    compiler = GrammarCompiler(read_vocabulary(directory, setup.vocab_size, setup.end_ids), 1)
+    sound = [literal("x"), regular("[a-z]{0,200}"), json_text(PERSON), context_free('root ::= "(" root ")" | "."')]
+    monkeypatch.setattr("mstar.worker.grammars.rehearsal.LIMIT_NS", 10_000_000)
+    for form in sound:
+        assert attempt(compiler, Trial(json.dumps(form), ""), setup.vocab_size, 1 << 30) == Passed()
+    reply = attempt(compiler, Trial(json.dumps(context_free(AMBIGUOUS)), ""), setup.vocab_size, 1 << 30)
+    assert isinstance(reply, Refused) and "ambiguous" in reply.message
