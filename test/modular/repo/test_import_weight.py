@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.repository import PACKAGE, module_name, package_files, relative
+from support.repository import PACKAGE, ROOT, module_name, package_files, relative
 
 # Packages whose every module has to import without torch.
 TORCH_FREE = [
@@ -58,6 +58,13 @@ def test_imports_without_torch(name: str):
 def test_model_declarations_import_without_torch():
     modules = [module_name(path) for path in sorted((PACKAGE / "model").glob("*/model.py"))]
     assert modules, "no model found"
+    assert {module: heavy for module, heavy in _loaded(modules).items() if heavy} == {}
+
+
+def test_models_that_tests_serve_are_declared_without_torch(monkeypatch: pytest.MonkeyPatch):
+    """All processes of a server import them, so each start would take seconds more."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "test"))
+    modules = ["support.slow_llama", "support.faults.served", "support.composite.served", "soak.models"]
     assert {module: heavy for module, heavy in _loaded(modules).items() if heavy} == {}
 
 
