@@ -88,15 +88,16 @@ class Smollm2:
         return instance.submit(f"r{index}", PreparedPrompt(np.array(case.ids, np.int32)), case.sampling)
 
     def _cases(self) -> list[Case]:
-        """Texts of 5 to 300 tokens. Many begin alike, for 150 tokens and more, and some are asked twice. Some end just
+        """Texts of 3 to 300 tokens. Many begin alike, for 150 tokens and more, and some are asked twice. Some end just
         below the end of their first page: together they need more than a tiny pool has."""
         rng = random.Random(11)
         encode = self.reference.encode
         words = ("sea", "clock", "bread", "road", "winter", "key", "number", "boat", "tree", "glass", "river", "song")
-        common = encode("A list of things. " + " ".join(rng.choice(words) for _ in range(150)))
+        common = encode("A list of things. " + " ".join(rng.choice(words) for _ in range(140)))
+        lengths = (1, 8, 40, 120) if FULL else (1, 8, 40, 60)
         cases: list[Case] = []
-        for index in range(NUM_REQUESTS if FULL else 14):
-            text = encode(f"{index}. " + " ".join(rng.choice(words) for _ in range(rng.choice((1, 8, 40, 120)))))
+        for index in range(NUM_REQUESTS if FULL else 12):
+            text = encode(f"{index}. " + " ".join(rng.choice(words) for _ in range(rng.choice(lengths))))
             ids = cases[index // 2].ids if index % 7 == 6 else common + text if index % 2 else text
             if index % 7 < 5 and index % 3 == 0:
                 ids = (text + common)[: PAGE - 3]
