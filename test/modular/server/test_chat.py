@@ -41,7 +41,8 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def _started(tokenizer, tmp_path_factory) -> Iterator[tuple[Server, str, float]]:
     """The server, what it had said when it was ready, and its free pages."""
-    arguments = ["smollm2", "--set", f"max_seq_len={LIMIT}", "--set", "resources.kv.num_pages=48"]
+    settings = (f"max_seq_len={LIMIT}", "resources.kv.num_pages=48", "num_threads=1")
+    arguments = ["smollm2", *(word for setting in settings for word in ("--set", setting))]
     with running(arguments, tmp_path_factory.mktemp("log") / "log") as server:
         said = server.log.read_text()
         server.wait_for(lambda: num_free_pages(server) > 0, 5, "the first report of the worker")

@@ -32,7 +32,8 @@ def reference() -> Smollm2Reference:
 
 @pytest.fixture(scope="module")
 def _server(tmp_path_factory) -> Iterator[Server]:
-    settings = {"max_seq_len": LIMIT, "server.api_keys": f"[{KEY}]", "scheduler.max_rows": 8, "scheduler.max_queue": 8}
+    settings = {"max_seq_len": LIMIT, "server.api_keys": f"[{KEY}]", "num_threads": 1}
+    settings |= {"scheduler.max_rows": 8, "scheduler.max_queue": 8}
     arguments = [MODEL, *(word for name, value in settings.items() for word in ("--set", f"{name}={value}"))]
     with running(arguments, tmp_path_factory.mktemp("log") / "log") as server:
         yield server
