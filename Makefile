@@ -8,6 +8,9 @@ ARGS   ?=
 SECONDS ?= 60
 SEED   ?= 0
 
+# Two files of tests at a time, in their order: most of them wait for servers.
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: install serve check test test-full soak fix bench browser docs clean
 
 # A stamp newer than what it was made from means that nothing has to be installed.
@@ -45,11 +48,11 @@ fix:                         ## what a tool can repair by itself
 
 test: install                ## what CI runs
 	$(MAKE) --no-print-directory check
-	$(BIN)/python -m pytest -q @test/cpu-core.txt
+	$(BIN)/python -m pytest -q @test/cpu-core.txt $(BESIDE)
 
 test-full: install           ## everything that runs on a CPU, with many more random cases (MSTAR_TEST_FULL=1)
 	$(MAKE) --no-print-directory check
-	MSTAR_TEST_FULL=1 $(BIN)/python -m pytest -q -m "not gpu" test/modular
+	MSTAR_TEST_FULL=1 $(BIN)/python -m pytest -q -m "not gpu" test/modular $(BESIDE)
 
 soak: install                ## real servers on tiny pools under random load, departures and faults; SECONDS=600 SEED=3
 	PYTHONPATH=test $(BIN)/python -m soak --seconds $(SECONDS) --seed $(SEED) $(ARGS)

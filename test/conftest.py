@@ -25,10 +25,12 @@ settings.load_profile("full" if os.environ.get("MSTAR_TEST_FULL") else "quick")
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tensors of most tests are tiny: a second thread only adds waits for it, long ones on a busy machine. Tests of
-    whole checkpoints are marked. None loads torch only to say so, and none leaves another number behind."""
+    whole checkpoints are marked, and get it where no other test runs beside them. None loads torch only to say so, and
+    none leaves another number behind."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(2 if item.get_closest_marker("both_cores") else 1)
+        alone = "PYTEST_XDIST_WORKER" not in os.environ
+        torch.set_num_threads(2 if alone and item.get_closest_marker("both_cores") else 1)
 
 
 @pytest.hookimpl(trylast=True)

@@ -8,8 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,13 @@ def shared(config, tmp_path_factory):
     """One server for the tests that leave it as it was."""
     with running(config, tmp_path_factory.mktemp("log") / "log") as server:
         yield server
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """Short, because the paths of sockets are."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
 
 
 def body(num_tokens: int = 12, **more) -> dict:
@@ -142,9 +151,8 @@ def test_a_long_healthy_step_stays_green(shared):
     assert stream.lines[-1] == "data: [DONE]"
 
 
-def test_nothing_survives_the_death_of_the_parent(config, tmp_path):
+def test_nothing_survives_the_death_of_the_parent(config, tmp_path, sockets: Path):
     """Case E7."""
-    sockets = tmp_path / "s"
     with running(config, tmp_path / "log", MSTAR_SOCKET_DIR=str(sockets)) as server:
         stream = streamed(server, num_tokens=200)
         stream.wait_for_text()
