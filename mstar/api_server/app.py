@@ -25,17 +25,13 @@ from mstar.api_server.page import routes as page
 from mstar.conductor.events import Failure, RefusedError
 from mstar.process_log import REQUEST
 
-ROUTERS = (
-    completions.router,
-    responses.router,
-    embeddings.router,
-    generate.router,
-    models.router,
-    token_routes.router,
-    operations.router,
-    live_view.router,
-    page.router,
-)
+ROUTERS = {
+    "as OpenAI has it": (completions.router, responses.router, embeddings.router, models.router),
+    "of this server": (generate.router, token_routes.router),
+    "operating": (operations.router, live_view.router),
+    "the built-in page": (page.router,),
+}
+"""By the heading under which the document shows them."""
 
 
 def create_app(front: FrontState) -> FastAPI:
@@ -50,8 +46,9 @@ def create_app(front: FrontState) -> FastAPI:
         favicon_url="/page/icon.svg",
     )
     app.state.front = front
-    for router in ROUTERS:
-        app.include_router(router)
+    for heading, routers in ROUTERS.items():
+        for router in routers:
+            app.include_router(router, tags=[heading])
     app.add_exception_handler(RefusedError, _on_refused)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

@@ -47,8 +47,7 @@ class DetokenizeRequest(Schema):
 async def tokenize(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, TokenizeRequest)
-    if body.model is not None:
-        front.check_model(body.model)
+    front.check_model(body.model)
     media = await media_of(request, body.messages or ())
     prompt = conversation_of(body, media) or PromptInput(kind="completion", text=body.prompt)
     tokens: list[int] = []
@@ -62,8 +61,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     front = front_of(request)
     body = await read_json(request, DetokenizeRequest)
-    if body.model is not None:
-        front.check_model(body.model)
+    front.check_model(body.model)
     most = front.handle.facts.max_seq_len
     if len(body.tokens) > most:
         message = f"tokens: {len(body.tokens)} ids are more than the context of {most}."

@@ -11,6 +11,8 @@ def test_the_document_names_routes_schemas_and_models(front: RunningFront):
     schemas = document["components"]["schemas"]
     assert schemas["ChatRequest"]["properties"]["model"]["enum"] == [MODEL, "org/tiny-alias"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
+    headings = [operation["tags"] for path in document["paths"].values() for operation in path.values()]
+    assert all(len(tags) == 1 for tags in headings) and ["operating"] in headings
     text = front.http.get("/openapi.json").text
     assert '"422"' not in text
 
