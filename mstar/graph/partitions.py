@@ -90,7 +90,7 @@ def resolve_streams(
     """
     sources = list(_sources(layouts))
     for source in sources:
-        if not any(_matches(connection, source, walk_owner) for connection in topology.connections):
+        if not any(_feeds(connection, source, walk_owner) for connection in topology.connections):
             raise GraphError(
                 f"{source.unit!r} in walk {source.walk!r} streams {source.edge.name!r} to {source.edge.next_node!r} of "
                 f"partition {source.edge.target_partition!r}, and no Connection of the topology has this signal from "
@@ -98,7 +98,7 @@ def resolve_streams(
             )
     streams = []
     for index, connection in enumerate(topology.connections):
-        own = [source for source in sources if _matches(connection, source, walk_owner)]
+        own = [source for source in sources if _feeds(connection, source, walk_owner)]
         _check_ends(connection, topology, layouts, walk_owner)
         streams.append(_resolve(index, connection, own, topology, layouts, placement))
     _check_consumers(topology, streams, sources, walk_owner)
@@ -120,12 +120,13 @@ def _origin(layout: WalkLayout, unit: str, signal: str) -> str:
     return unit
 
 
-def _matches(connection: Connection, source: StreamSource, walk_owner: Mapping[str, str]) -> bool:
+def _feeds(stream: Connection | StreamProgram, source: StreamSource, walk_owner: Mapping[str, str]) -> bool:
+    """Whether the items that `source` makes are the stream's."""
     return (
-        connection.signal == source.edge.name
-        and connection.consumer == source.edge.target_partition
-        and connection.consumer_node == source.edge.next_node
-        and connection.producer == walk_owner[source.walk]
+        stream.signal == source.edge.name
+        and stream.consumer == source.edge.target_partition
+        and stream.consumer_node == source.edge.next_node
+        and stream.producer == walk_owner[source.walk]
     )
 
 
@@ -265,12 +266,3 @@ def _check_consumers(
                 "producing node or walk, policy, consumer_walk or consuming worker; a pass takes one chunk of each, so "
                 "they must keep step"
             )
-
-
-def _feeds(stream: StreamProgram, source: StreamSource, walk_owner: Mapping[str, str]) -> bool:
-    return (
-        stream.signal == source.edge.name
-        and stream.consumer_node == source.edge.next_node
-        and stream.consumer == source.edge.target_partition
-        and stream.producer == walk_owner[source.walk]
-    )
