@@ -35,12 +35,16 @@ class RidNames(Protocol):
 
 
 class StreamEnd(NamedTuple):
+    """After `total` items of stream `edge` of a request no further one comes."""
+
     handle: int
     edge: int
     total: int
 
 
 class StreamArrival(NamedTuple):
+    """What one frame brought of streams, of requests that are known here."""
+
     items: StreamColumns
     ends: list[StreamEnd]
 

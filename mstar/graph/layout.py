@@ -44,11 +44,15 @@ class Unit:
 
 @dataclass(eq=False, slots=True)
 class NodeUnit(Unit):
+    """A node; its edges are its outputs."""
+
     node: GraphNode
 
 
 @dataclass(eq=False, slots=True)
 class LoopUnit(Unit):
+    """A loop; its edges are what leaves at its end. `num_nodes`: nodes in it, those of loops inside included."""
+
     loop: Loop
     sources: dict[str, Unit] = field(default_factory=dict)
     """Producer, directly in this loop, of each signal of its outputs."""

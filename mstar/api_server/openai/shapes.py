@@ -102,6 +102,8 @@ class ResponseShape(ABC):
 
 
 class ChatShape(ResponseShape):
+    """Of a chat completion: choices have a message, whole or as deltas."""
+
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     delta_key = b'"delta":{"content":'
@@ -151,6 +153,8 @@ class ChatShape(ResponseShape):
 
 
 class CompletionShape(ResponseShape):
+    """Of a text completion: choices have a text."""
+
     whole_kind = "text_completion"
     chunk_kind = "text_completion"
     delta_key = b'"text":'
