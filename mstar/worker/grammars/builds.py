@@ -184,7 +184,10 @@ class GrammarBuilds:
             self._compilers.append(compiler)
             if self._is_closed:
                 compiler.close()
-        compiler.prepare()
+        try:
+            compiler.prepare()
+        except Exception:
+            log.exception("what compiles grammars is not ready")  # the first grammar will find out
         while (job := self._jobs.get()) is not None:
             with self._lock:
                 job.is_taken = not (job.is_dropped or self._is_closed)

@@ -176,10 +176,10 @@ class TriedCompiler:
                 self._refusal = reply.message
                 raise GrammarError(self._refusal)
             assert isinstance(reply, Ready)
-            process.is_ready = True
             if reply.vocabulary is not None:
-                self._setup = msgspec.structs.replace(self._setup, vocabulary=reply.vocabulary)
                 self._compiler = GrammarCompiler(reply.vocabulary, self._setup.num_threads)
+                self._setup = msgspec.structs.replace(self._setup, vocabulary=reply.vocabulary)
+            process.is_ready = True
         assert self._compiler is not None
         return process, self._compiler
 
@@ -204,4 +204,6 @@ class TriedCompiler:
         self._start()
         if was_ready and code in CRASHES:
             return HopelessGrammarError("the grammar cannot be compiled; ask for a simpler one")
+        if was_ready and code > 0:
+            return RuntimeError("an error of its own has ended the process that compiles grammars")
         return CompilerLostError(LOST)

@@ -26,11 +26,14 @@ class Stub:
     go_on: threading.Event = field(default_factory=threading.Event)
     num_prepared: int = 0
     num_released: int = 0
+    is_prepared_badly: bool = False
     end_ids = (0,)
     textless = frozenset({0})
 
     def prepare(self) -> None:
         self.num_prepared += 1
+        if self.is_prepared_badly:
+            raise OSError("a bug")
 
     def compile(self, form: str, behind: str) -> Sized:
         self.compiled.append(form)
@@ -107,6 +110,13 @@ def test_failures_have_their_reason_and_their_code(stub: Stub):
     assert ask(builds, "broken").code == 500
     assert ask(builds, "lost")[1:4] == (None, "it has gone", 503)
     assert ask(builds, "9").compiled == Sized(9)
+    builds.close()
+
+
+def test_a_compiler_that_is_not_ready_is_asked_all_the_same(stub: Stub):
+    stub.is_prepared_badly = True
+    builds = GrammarBuilds(lambda: stub)
+    assert ask(builds, "9").compiled == Sized(9) and stub.num_prepared == 1
     builds.close()
 
 

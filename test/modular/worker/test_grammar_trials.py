@@ -158,6 +158,12 @@ def test_a_process_that_dies_at_work_fails_that_grammar_alone(compiler: TriedCom
     assert compiler.compile(SOUND, "").num_bytes > 0
 
 
+def test_an_error_in_the_process_is_no_fault_of_the_grammar(compiler: TriedCompiler):
+    with pytest.raises(RuntimeError, match="error of its own"):
+        compiler.compile("no JSON", "")
+    assert compiler.compile(SOUND, "").num_bytes > 0
+
+
 def test_a_process_that_dies_idle_fails_nobody(compiler: TriedCompiler):
     compiler.prepare()
     pid = pid_of(compiler)
