@@ -37,7 +37,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn, validated at intake. `top_k=0` means no limit; `temperature=0` means greedy.
 
-    `seed` is always set (the front draws one when the client gave none). `logit_bias` is two parallel columns.
+    `seed` is always set (the front draws one when the client gave none). `bias_ids` and `bias_values` are parallel.
     """
 
     temperature: float = 1.0

@@ -22,7 +22,7 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """One choice. `num_reasoning_tokens` is what `count` found."""
+    """One choice. `num_reasoning_tokens`: counted by whoever feeds it, who knows which tokens a text is of."""
 
     __slots__ = ("_split", "_tags", "num_reasoning_tokens")
 
