@@ -175,10 +175,11 @@ class PreprocessPool:
                 return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media, opens)
             case PromptRefused(message=message, field=field, code=code):
                 raise RefusedError(Failure(400, code, message, param=field or prompt.sent_as))
-            case PromptFailed(message=message):
-                raise RefusedError(Failure(500, "preprocess_failed", f"The prompt could not be prepared: {message}"))
+            case PromptFailed(message=reason):
+                pass
             case other:
-                raise RefusedError(Failure(500, "preprocess_failed", f"unexpected {type(other).__name__}"))
+                reason = f"its process said {type(other).__name__}"
+        raise RefusedError(Failure(500, "preprocess_failed", f"The prompt could not be prepared: {reason}."))
 
     def close(self) -> None:
         servers = list(self._servers.values())
@@ -222,7 +223,7 @@ class PreprocessPool:
                 reply = await self._run(self._processes[index], frame, answer)
             except Exception as error:
                 logger.exception("a job of a preprocess process failed")
-                reply = PromptFailed(f"{type(error).__name__}: {error}")
+                reply = PromptFailed(f"asking for it raised {type(error).__name__}")
             finally:
                 if not answer.done():
                     answer.set_result(reply)

@@ -63,7 +63,7 @@ class PromptRefused(msgspec.Struct, tag=True, frozen=True):
 
 
 class PromptFailed(msgspec.Struct, tag=True, frozen=True):
-    """Process → front: the model's code failed; the message is for the log."""
+    """Process → front: the model's code failed. The message is for the client: the log has what was raised."""
 
     message: str
 

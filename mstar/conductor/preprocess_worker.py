@@ -1,7 +1,7 @@
 """Entry of a preprocess process: builds the model's declaring half and runs `process_prompt` for one job at a time.
 
-Started as `python -m mstar.conductor.preprocess_worker FD PARENT_PID`. Owns nothing that outlives a job, ends when its
-socket closes or its parent dies, and is killed by the front when a job takes too long.
+Started as `python -m mstar.conductor.preprocess_worker FD PARENT_PID LOG_FORMAT`. Owns nothing that outlives a job,
+ends when its socket closes or its parent dies, and is killed by the front when a job takes too long.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run_job(model: Model, job: PromptJob) -> Reply:
         return PromptRefused(str(error))
     except Exception as error:
         logger.exception("process_prompt failed")
-        return PromptFailed(f"{type(error).__name__}: {error}")
+        return PromptFailed(f"the model's code raised {type(error).__name__}")
 
 
 def _message(message: MessageContent) -> ChatMessage:
