@@ -62,7 +62,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     finish_reasons: Mapping[str, int]
 
 
-class Client(msgspec.Struct, frozen=True):
+class ClientCost(msgspec.Struct, frozen=True):
     """The load generator itself. `cpu_us_per_chunk`: its process time over the load, per chunk received.
     `max_lag_ms`: how late a request was sent at most; much of it says that the client, not the server, was measured."""
 
@@ -80,7 +80,7 @@ class Report(Measured, frozen=True, kw_only=True):
     load: Load
     workload: Composition
     kinds: Mapping[str, Measured]
-    client: Client
+    client: ClientCost
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -159,7 +159,7 @@ def build_report(
     """`cpu_s`: process time that the load took here."""
     kinds = {name: measure(some) for name, some in by_kind(records).items()}
     chunks = sum(len(record.chunk_s) for record in records)
-    client = Client(
+    client = ClientCost(
         cpu_us_per_chunk=round(cpu_s * 1e6 / chunks, 2) if chunks else 0.0,
         max_lag_ms=round(max((r.sent_s - r.scheduled_s for r in records), default=0.0) * 1e3, 3),
         peak_in_flight=peak_in_flight(records),
