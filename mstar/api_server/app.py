@@ -1,4 +1,4 @@
-"""The application: routes, the gate in front of them, and errors in one shape. Front loop only."""
+"""The application: routes, the entrance before them, and errors in one shape. Front loop only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from mstar import __version__
 from mstar.api_server import live_view, operations, token_routes
+from mstar.api_server.entrance import Entrance
 from mstar.api_server.errors import error_response, param_name
 from mstar.api_server.front_state import FrontState, front_of, request_id_of
-from mstar.api_server.gate import Gate
 from mstar.api_server.generate import route as generate
 from mstar.api_server.openai import completions, embeddings, models
 from mstar.api_server.openai.responses import route as responses
@@ -53,7 +53,9 @@ def create_app(front: FrontState) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Gate, api_keys=front.api_keys, max_body_bytes=front.max_body_bytes, responses=front.responses)
+    app.add_middleware(
+        Entrance, api_keys=front.api_keys, max_body_bytes=front.max_body_bytes, responses=front.responses
+    )
     if front.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(front.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -94,7 +96,7 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """Runs outside of the gate; the exception goes on to the server, which logs the traceback and closes the
+    """Runs outside of the entrance; the exception goes on to the server, which logs the traceback and closes the
     connection."""
     failure = Failure(500, "internal_error", "The server failed to handle the request.")
     return error_response(failure, {"x-request-id": request_id_of(request), "connection": "close"})

@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from mstar.api_server.errors import MAX_SHOWN, bad_request, failure_of_validation
 from mstar.conductor.events import ABORTED, Failure, RefusedError
 
-Model = TypeVar("Model", bound=BaseModel)
+Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_json(request: Request, schema: type[Model]) -> Model:
+async def read_json(request: Request, schema: type[Body]) -> Body:
     """The body as `schema`.
 
     Raises:
@@ -42,7 +42,7 @@ async def read_json(request: Request, schema: type[Model]) -> Model:
     return parse_json(body, schema)
 
 
-def parse_json(body: bytes, schema: type[Model]) -> Model:
+def parse_json(body: bytes, schema: type[Body]) -> Body:
     """As `read_json`, for a body that is there."""
     try:
         value = msgspec.json.decode(body)

@@ -37,7 +37,7 @@ class PoolState(msgspec.Struct):
     states: dict[str, int]
 
 
-class WorkerState(msgspec.Struct):
+class WorkerView(msgspec.Struct):
     """`problem`: what is wrong with it, or null. `step_age_s`: of the step that runs."""
 
     rank: int
@@ -59,7 +59,7 @@ class LiveView(msgspec.Struct):
     prefix_hit_tokens: int
     generated_tokens: int
     is_draining: bool
-    workers: list[WorkerState]
+    workers: list[WorkerView]
     pools: list[PoolState]
     nodes: list[NodeActivity]
 
@@ -106,7 +106,7 @@ def view_of(handle: ConductorHandle) -> LiveView:
         prefix_hit_tokens=totals.get("mstar_prefix_hit_tokens_total", 0),
         generated_tokens=statistics.num_generated_tokens,
         is_draining=handle.is_draining,
-        workers=[WorkerState(rank, problem, age_s) for rank, problem, age_s in handle.worker_states()],
+        workers=[WorkerView(rank, problem, age_s) for rank, problem, age_s in handle.worker_states()],
         pools=[pools[key] for key in sorted(pools)],
         nodes=[nodes[key] for key in sorted(nodes)],
     )

@@ -9,6 +9,7 @@ def test_the_document_names_routes_schemas_and_models(front: RunningFront):
     document = front.http.get("/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/health"} <= document["paths"].keys()
     schemas = document["components"]["schemas"]
+    assert not any("__" in name for name in schemas), "two classes of one name"
     assert schemas["ChatRequest"]["properties"]["model"]["enum"] == [MODEL, "org/tiny-alias"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
     headings = [operation["tags"] for path in document["paths"].values() for operation in path.values()]

@@ -23,8 +23,8 @@ from mstar.api_server.openai.responses.schema import (
     MessageItem,
     ReasoningItem,
     ResponseRequest,
+    ResponseTextFormat,
     TextContent,
-    TextFormat,
 )
 from mstar.conductor.events import Failure, RefusedError
 
@@ -170,7 +170,7 @@ def _tool_choice(choice: str | FunctionChoice | None) -> Any:
     return choice
 
 
-def _response_format(form: TextFormat) -> dict[str, Any]:
+def _response_format(form: ResponseTextFormat) -> dict[str, Any]:
     schema = form.model_dump(exclude_none=True, exclude={"type"}, by_alias=True)
     if form.type == "json_schema" or schema:
         return {"type": form.type, "json_schema": schema}

@@ -159,7 +159,7 @@ class FunctionChoice(Schema):
     name: str
 
 
-class TextFormat(Schema):
+class ResponseTextFormat(Schema):
     """Any text, a JSON object, or one that a JSON schema describes. `name`, `schema`, `description`, `strict`: of a
     schema."""
 
@@ -173,7 +173,7 @@ class TextFormat(Schema):
 class TextSettings(Schema):
     """What the answer's text is like."""
 
-    format: TextFormat | None = None
+    format: ResponseTextFormat | None = None
     verbosity: Unsupported = None
 
 

@@ -33,7 +33,7 @@ OPEN_FOLDER = "/page/"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class Gate:
+class Entrance:
     """Wraps the application. A request id is taken from `x-request-id` if it is printable ASCII of up to 128
     characters, else made up, and always returned. In the scope's state it leaves `request_id` and `send`, the server's
     own, for bodies that need nothing of the layers between. HEAD is answered as GET: the server leaves out the body, by
