@@ -83,11 +83,11 @@ def attempt(compiler: GrammarCompiler, trial: Trial, vocab_size: int, max_bytes:
 
 def limit_memory(max_bytes: int) -> None:
     """What this process may take on top of what it has."""
-    status = Path("/proc/self/status").read_text()
-    has_bytes = next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (has_bytes + max_bytes, has_bytes + max_bytes))
-    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
+    status = Path("/proc/self/status").read_text().splitlines()
+    has_bytes = next((int(line.split()[1]) << 10 for line in status if line.startswith("VmData")), 0)
+    for kind, wanted in ((resource.RLIMIT_DATA, has_bytes + max_bytes), (resource.RLIMIT_STACK, STACK_BYTES)):
+        _, most = resource.getrlimit(kind)
+        resource.setrlimit(kind, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 if __name__ == "__main__":
