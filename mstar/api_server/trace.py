@@ -18,7 +18,7 @@ from mstar.conductor.request_times import ChoiceTimes, RequestTimes
 
 REQUESTS_PID = 0
 LOOP_TID, DEVICE_TID = 1, 2
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def chrome_trace(
@@ -94,7 +94,7 @@ def _device_spans(report: StepReport) -> Iterator[tuple[int, int]]:
         yield begin, last
 
 
-def _step_events(report: StepReport, pid: int) -> Iterator[Event]:
+def _step_events(report: StepReport, pid: int) -> Iterator[TraceEvent]:
     parts = _Parts.of(report)
     last = 0
     for index, (begin, end) in enumerate(_device_spans(report)):
@@ -128,7 +128,7 @@ def _collect_runs(report: StepReport, runs: dict[str, dict[int, list[_Run]]]) ->
 
 def _request_events(
     requests: Iterable[RequestTimes], runs: Mapping[str, Mapping[int, Sequence[_Run]]], now: float
-) -> Iterator[Event]:
+) -> Iterator[TraceEvent]:
     tid = 0
     for times in sorted(requests, key=lambda times: times.submitted_at):
         for index, choice in enumerate(times.choices or [ChoiceTimes("", now)]):
@@ -144,7 +144,7 @@ def _request_events(
                     yield _complete(run.name, REQUESTS_PID, tid, run.begin_ns, run.end_ns, arguments)
 
 
-def _phases(times: RequestTimes, choice: ChoiceTimes, tid: int, now: float) -> Iterator[Event]:
+def _phases(times: RequestTimes, choice: ChoiceTimes, tid: int, now: float) -> Iterator[TraceEvent]:
     """The choice from its submission to its end, and inside: prepared, until its first output, until its last."""
     ended = times.ended_at if choice.ended_at is None else choice.ended_at
     end = now if ended is None else ended
@@ -163,7 +163,7 @@ def _phases(times: RequestTimes, choice: ChoiceTimes, tid: int, now: float) -> I
             yield _complete(name, REQUESTS_PID, tid, _ns(begin), _ns(until), {})
 
 
-def _complete(name: str, pid: int, tid: int, begin_ns: int, end_ns: int, arguments: Mapping[str, Any]) -> Event:
+def _complete(name: str, pid: int, tid: int, begin_ns: int, end_ns: int, arguments: Mapping[str, Any]) -> TraceEvent:
     return {
         "name": name,
         "ph": "X",
@@ -175,7 +175,7 @@ def _complete(name: str, pid: int, tid: int, begin_ns: int, end_ns: int, argumen
     }
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> Event:
+def _named(kind: str, pid: int, tid: int, name: str) -> TraceEvent:
     return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 

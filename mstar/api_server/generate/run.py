@@ -17,12 +17,12 @@ from mstar.api_server.errors import error_type
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import TokenNote, finite
 from mstar.api_server.openai.text_outputs import Output, TextOutputs
-from mstar.conductor.events import Event as ConductorEvent
-from mstar.conductor.events import Failure, FinishedEvent, PreparedEvent, RefusedError, TensorEvent, TokenEvent
+from mstar.conductor.events import Event, Failure, FinishedEvent, PreparedEvent, RefusedError, TensorEvent, TokenEvent
 from mstar.conductor.handle import ConductorHandle
 
 encode_json = msgspec.json.Encoder().encode
-Event = dict[str, Any]
+Told = dict[str, Any]
+"""What a client is told: an event of a stream, as JSON."""
 
 
 class GenerateRun(TextOutputs):
@@ -54,7 +54,7 @@ class GenerateRun(TextOutputs):
         body = {"id": self.run_id, "model": self.request.model, "choices": choices, "usage": self.usage.as_json()}
         return encode_json(body)
 
-    async def write(self, events: Sequence[ConductorEvent], send: Send) -> None:
+    async def write(self, events: Sequence[Event], send: Send) -> None:
         while events:
             body = b"".join(_encoded(told) for event in events for told in self.told_of(event))
             if body:
@@ -62,7 +62,7 @@ class GenerateRun(TextOutputs):
             events = await self.stream.take()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def told_of(self, event: ConductorEvent) -> list[Event]:
+    def told_of(self, event: Event) -> list[Told]:
         """What a client is told of an event."""
         match event:
             case PreparedEvent():
@@ -80,18 +80,18 @@ class GenerateRun(TextOutputs):
                 output = self.output_of(event)
                 return [] if output is None else self._told_of_output(output)
 
-    def _told_of_output(self, output: Output) -> list[Event]:
-        events: list[Event] = []
+    def _told_of_output(self, output: Output) -> list[Told]:
+        events: list[Told] = []
         text = "".join(delta.text for delta in output.deltas if isinstance(delta, ContentDelta))
         if text or output.notes:
             tokens = [note.token for note in output.notes]
-            told: Event = {"type": "text", "choice": output.choice, "text": text, "tokens": tokens}
+            told: Told = {"type": "text", "choice": output.choice, "text": text, "tokens": tokens}
             if self.request.num_logprobs is not None:
                 told["logprobs"] = [self._logprobs(note) for note in output.notes]
             events.append(told)
         if output.reason is not None:
             self._num_finished += 1
-            finished: Event = {"type": "finished", "choice": output.choice, "finish_reason": output.reason}
+            finished: Told = {"type": "finished", "choice": output.choice, "finish_reason": output.reason}
             if self._num_finished == self.num_results:
                 finished["usage"] = self.usage.as_json()
             events.append(finished)
@@ -106,7 +106,7 @@ class GenerateRun(TextOutputs):
             "top": [{"token": token, "logprob": finite(logprob)} for token, logprob in top],
         }
 
-    def _tensor(self, event: TensorEvent) -> Event:
+    def _tensor(self, event: TensorEvent) -> Told:
         tensor = event.tensor
         return {
             "type": "tensor",
@@ -119,7 +119,7 @@ class GenerateRun(TextOutputs):
         }
 
 
-def _gather(told: Event, choices: list[dict[str, Any]]) -> None:
+def _gather(told: Told, choices: list[dict[str, Any]]) -> None:
     match told["type"]:
         case "text":
             choice = choices[told["choice"]]
@@ -138,5 +138,5 @@ def _gather(told: Event, choices: list[dict[str, Any]]) -> None:
             pass
 
 
-def _encoded(told: Event) -> bytes:
+def _encoded(told: Told) -> bytes:
     return b"event: " + told["type"].encode() + b"\ndata: " + encode_json(told) + b"\n\n"

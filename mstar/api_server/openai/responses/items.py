@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from mstar.api_server.answer.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
+"""An event of a stream, as JSON."""
 NewId = Callable[[str], str]
 Status = Literal["completed", "incomplete"]
 
@@ -26,7 +27,7 @@ class ResponseItems:
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
-    def add(self, delta: AnswerDelta, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+    def add(self, delta: AnswerDelta, logprobs: Sequence[dict[str, Any]] = ()) -> list[ResponseEvent]:
         """More of the answer. `logprobs`: of the tokens that it completes; only a message shows them."""
         match delta:
             case ContentDelta(text):
@@ -40,13 +41,13 @@ class ResponseItems:
             case ArgumentsDelta(text=text):
                 return [self._said("response.function_call_arguments.delta", text)]
 
-    def finish(self, status: Status) -> list[Event]:
+    def finish(self, status: Status) -> list[ResponseEvent]:
         """No more. An answer without a word is an empty message."""
         says_nothing = self._item is None and all(item["type"] == "reasoning" for item in self.items)
         opened = self._open("message") if says_nothing and status == "completed" else []
         return [*opened, *self._close(status)]
 
-    def _open(self, kind: str, call: CallDelta | None = None) -> list[Event]:
+    def _open(self, kind: str, call: CallDelta | None = None) -> list[ResponseEvent]:
         if self._item is not None and self._item["type"] == kind and call is None:
             return []
         events = self._close("completed")
@@ -65,7 +66,7 @@ class ResponseItems:
             events.append(self._event("response.content_part.added", part=self._part("")))
         return events
 
-    def _close(self, status: Status) -> list[Event]:
+    def _close(self, status: Status) -> list[ResponseEvent]:
         item = self._item
         if item is None:
             return []
@@ -87,7 +88,7 @@ class ResponseItems:
         self._item, self._texts, self._logprobs = None, [], []
         return events
 
-    def _said(self, kind: str, text: str, **more: Any) -> Event:
+    def _said(self, kind: str, text: str, **more: Any) -> ResponseEvent:
         self._texts.append(text)
         return self._event(kind, delta=text, **more)
 
@@ -97,7 +98,7 @@ class ResponseItems:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs)}
 
-    def _event(self, kind: str, **more: Any) -> Event:
+    def _event(self, kind: str, **more: Any) -> ResponseEvent:
         item = self._item
         assert item is not None
         event = {"type": kind, "item_id": item["id"], "output_index": len(self.items)}

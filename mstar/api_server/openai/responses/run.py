@@ -15,12 +15,11 @@ from mstar.api_server.front_state import new_id
 from mstar.api_server.openai.adapter import TextRequest
 from mstar.api_server.openai.logprobs import chat_logprobs
 from mstar.api_server.openai.responses.chat import ChatOfResponse
-from mstar.api_server.openai.responses.items import Event, ResponseItems, Status
+from mstar.api_server.openai.responses.items import ResponseEvent, ResponseItems, Status
 from mstar.api_server.openai.responses.schema import ResponseRequest
 from mstar.api_server.openai.text_outputs import Output, TextOutputs
 from mstar.api_server.token_text import TokenTexts
-from mstar.conductor.events import Event as ConductorEvent
-from mstar.conductor.events import Failure, RefusedError
+from mstar.conductor.events import Event, Failure, RefusedError
 from mstar.conductor.handle import ConductorHandle
 
 encode_json = msgspec.json.Encoder().encode
@@ -62,7 +61,7 @@ class ResponseRun(TextOutputs):
             self._items.finish(status)
         return encode_json(self._response(status))
 
-    async def write(self, events: Sequence[ConductorEvent], send: Send) -> None:
+    async def write(self, events: Sequence[Event], send: Send) -> None:
         body = [self._encoded({"type": kind, "response": self._response("in_progress")}) for kind in OPENING]
         while events:
             for event in events:
@@ -78,18 +77,18 @@ class ResponseRun(TextOutputs):
             events = await self.stream.take()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _add(self, output: Output) -> list[Event]:
+    def _add(self, output: Output) -> list[ResponseEvent]:
         """The last of the deltas that tokens bring together has their logprobs."""
         num_top = self.request.num_logprobs
         logprobs: Sequence[dict[str, Any]] = ()
         if num_top is not None and output.notes:
             logprobs = chat_logprobs(output.notes, self._texts, num_top)["content"]
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
         for index, delta in enumerate(output.deltas, 1):
             events += self._items.add(delta, logprobs if index == len(output.deltas) else ())
         return events
 
-    def _end(self, status: Status) -> list[Event]:
+    def _end(self, status: Status) -> list[ResponseEvent]:
         events = self._items.finish(status)
         return [*events, {"type": f"response.{status}", "response": self._response(status)}]
 
@@ -120,7 +119,7 @@ class ResponseRun(TextOutputs):
         error = {"message": failure.message, "param": failure.param, "code": failure.code}
         return self._encoded({"type": "error", **error, "error": {**error, "type": error_type(failure.status)}})
 
-    def _encoded(self, event: Event) -> bytes:
+    def _encoded(self, event: ResponseEvent) -> bytes:
         event["sequence_number"] = self._num_events
         self._num_events += 1
         return b"event: " + event["type"].encode() + b"\ndata: " + encode_json(event) + b"\n\n"
