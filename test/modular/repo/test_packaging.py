@@ -123,7 +123,8 @@ def elsewhere(tmp_path: Path) -> Path:
 def test_installed_wheel_finds_its_configurations(installed: Path, elsewhere: Path):
     def run(program: str, *arguments: str) -> str:
         command = [str(installed / program), *arguments]
-        done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True, timeout=120)
+        outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=elsewhere, env=outside, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -44,7 +44,7 @@ def expected(reference, prompts) -> list[list[int]]:
 
 
 class Started(NamedTuple):
-    """`overlap`: whether a step is scheduled while the one before runs."""
+    """`overlap`: a step is scheduled while the one before runs. The other server computes with one thread."""
 
     server: Server
     overlap: bool
@@ -53,7 +53,8 @@ class Started(NamedTuple):
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "plain"])
 def started(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Started]:
     overlap: bool = request.param
-    arguments = ["smollm2", "--set", "dtype=float32", "--set", f"scheduler.async_scheduling={str(overlap).lower()}"]
+    settings = ["dtype=float32", *([] if overlap else ["scheduler.async_scheduling=false", "num_threads=1"])]
+    arguments = ["smollm2", *(word for setting in settings for word in ("--set", setting))]
     with running(arguments, tmp_path_factory.mktemp("log") / "log") as server:
         yield Started(server, overlap)
         assert server.stop() == 0
@@ -118,7 +119,7 @@ def test_greedy_tokens_equal_transformers_under_random_arrivals(started: Started
 def test_a_seeded_text_is_the_same_alone_and_in_a_batch(started: Started, prompts):
     url = started.server.url
     bodies = [
-        {"prompt": ids, "max_tokens": 32, "temperature": 1.0, "top_p": 0.9, "seed": 100 + index}
+        {"prompt": ids, "max_tokens": NUM_TOKENS // 2, "temperature": 1.0, "top_p": 0.9, "seed": 100 + index}
         for index, ids in enumerate(prompts[5:17])
     ]
     batch = asyncio.run(under_load(url, bodies, spread_s=0.2))
