@@ -105,11 +105,11 @@ def test_what_a_client_sends_costs_the_front_process_little():
         {"properties": {f"p{index}": {"pattern": "[" * 4096} for index in range(100)}},
         {"pattern": "\\" * 4096},
     ]
-    began = time.process_time()
+    began = time.thread_time()
     for schema in costly:
         with contextlib.suppress(SchemaError):
             enforceable(schema)
-    assert time.process_time() - began < 5  # minutes, where it grows with the square
+    assert time.thread_time() - began < 5  # minutes, where it grows with the square
 
 
 def test_numbers_are_kept_to_what_can_be_written():
