@@ -116,7 +116,7 @@ def _parameter(name: str, rules: Schema, definitions: Schema) -> Format:
         return until(begin, end)
     end = "\n" + end
     if rules.get("type") == "string":
-        return enclosed(begin, _text(rules), end)
+        return sequence([literal(begin), *_text(rules, end)])
     values = rules.get("enum")
     if values is not None and all(isinstance(value, str) for value in values):
         if any(END_PARAMETER in value for value in values):
@@ -141,7 +141,13 @@ def _has_texts(rules: Schema) -> bool:
     return rules.get("type") == "string" or any(isinstance(value, str) for value in rules.get("enum", ()))
 
 
-def _text(rules: Schema) -> Format:
+def _text(rules: Schema, end: str) -> list[Format]:
+    """A text, and `end`. Of one that is not to be short, the first characters are on one line without a tag, so that
+    what ends it cannot begin among them."""
     if "pattern" in rules:
-        return regular(patterns.without_anchors(rules["pattern"]))
-    raise SchemaError(".format", f"the format {rules.get('format')} cannot be enforced in a call")
+        return [regular(patterns.without_anchors(rules["pattern"])), literal(end)]
+    if "format" in rules:
+        raise SchemaError(".format", f"the format {rules['format']} cannot be enforced in a call")
+    least, most = rules.get("minLength", 0), rules.get("maxLength")
+    rest = until("", end, without=END_PARAMETER, most=None if most is None else most - least)
+    return [regular(rf"[^<\n]{{{least}}}"), rest] if least else [rest]

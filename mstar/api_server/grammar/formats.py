@@ -49,9 +49,15 @@ def optional(part: Format) -> Format:
     return {"type": "optional", "content": part}
 
 
-def until(begin: str, end: str) -> Format:
-    """`begin`, any text without `end`, and `end`."""
-    return enclosed(begin, {"type": "any_text"}, end)
+def until(begin: str, end: str, *, without: str = "", most: int | None = None) -> Format:
+    """`begin`, any text without `end` and `without`, of up to `most` characters, and `end`. A character that is made of
+    several tokens counts as so many."""
+    content: Format = {"type": "any_text"}
+    if without:
+        content["excludes"] = [without]
+    if most is not None:
+        content["max_chars"] = most
+    return enclosed(begin, content, end)
 
 
 def enclosed(begin: str, content: Format, end: str) -> Format:

@@ -115,8 +115,3 @@ def compiled(pattern: str) -> str:
                 found[index + 1] = ""
         atom = begin
     return "".join(pieces)
-
-
-def of_length(least: int, most: int | None) -> str:
-    """Strings of so many characters, none of them escaped."""
-    return f"^.{{{least},{'' if most is None else most}}}$"

@@ -245,8 +245,9 @@ class _Rewriting:
             rules.setdefault("additionalProperties", False)
         if "propertyNames" in schema:
             names = self.schema(schema["propertyNames"], f"{path}.propertyNames", depth + 1)
-            if set(names) - {"type", "pattern", "enum"} or own:
-                raise SchemaError(f"{path}.propertyNames", "only a pattern, without properties, can be enforced")
+            if set(names) - {"type", "pattern", "enum", "minLength", "maxLength"} or own:
+                why = "only a pattern or a length, without properties, can be enforced"
+                raise SchemaError(f"{path}.propertyNames", why)
             rules["propertyNames"] = names
         for keyword in ("minProperties", "maxProperties"):
             if (count := count_of(schema, keyword, path)) is not None:

@@ -32,7 +32,10 @@ def string_rules(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
     if least or most is not None:
         if most is not None and (least or 0) > most:
             raise SchemaError(f"{path}.maxLength", "it is less than minLength")
-        return {"pattern": patterns.of_length(least or 0, most)} if most != 0 else {"enum": [""]}
+        if most == 0:
+            return {"enum": [""]}
+        bounds = {"minLength": least or None, "maxLength": most}
+        return {keyword: bound for keyword, bound in bounds.items() if bound is not None}
     return {}
 
 

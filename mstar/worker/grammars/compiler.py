@@ -15,6 +15,7 @@ import numpy as np
 
 from mstar.worker.grammars.constraints import GrammarError, Matcher
 from mstar.worker.grammars.native import load_core
+from mstar.worker.grammars.string_lengths import exact_lengths
 from mstar.worker.grammars.vocabulary import Vocabulary
 
 _PLACE = re.compile(r"^\[[^\]]*\] \S+: (Check failed: \(.*?\) is false: )?")
@@ -73,11 +74,12 @@ class GrammarCompiler:
             GrammarError: it is no grammar; the message is meant for the client.
         """
         wanted = json.loads(form)
-        if behind:
-            before = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": behind}
-            breaks = {"type": "regex", "pattern": "\\n{0,2}"}
-            wanted = {"type": "sequence", "elements": [before, breaks, wanted]}
         try:
+            wanted = exact_lengths(wanted)
+            if behind:
+                before = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": behind}
+                breaks = {"type": "regex", "pattern": "\\n{0,2}"}
+                wanted = {"type": "sequence", "elements": [before, breaks, wanted]}
             tag = json.dumps({"type": "structural_tag", "format": wanted})
             return CompiledGrammar(self._compiler.compile_structural_tag(tag))
         except (RuntimeError, ValueError) as error:
