@@ -1,7 +1,8 @@
 """Whether texts can be followed in time: a rehearsal with random tokens, where nobody waits for it.
 
-Of most ambiguous grammars each further token costs more than the last, so a few dozen tell. One that shows itself only
-later is ended on the worker's loop, by `mstar.worker.grammars.constraints`.
+Of most ambiguous grammars each further token costs more than the last, so a few dozen tell. xgrammar has no masks ready
+for the states of a pattern that repeats something hundreds of times: of such a grammar every token is slow. One that
+shows itself only later is ended on the worker's loop, by `mstar.worker.grammars.constraints`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ ENOUGH_NS = 300_000_000
 """After so long it goes on only while tokens take longer and longer."""
 GROWING = 1.5
 """Times the mean; of a time that grows linearly the last is twice the mean."""
+SUSTAINED_NS = 5_000_000
+"""Mean of all tokens but the slowest, which every stream of the worker would wait for at each of its tokens."""
+TOO_SLOW = (
+    "what may follow a text of this grammar takes too long to find, at every token; ask for repetitions of up to 100 "
+    "times, for a length (minLength, maxLength), or for no upper bound"
+)
 
 
 def rehearse(grammar: CompiledGrammar, end_ids: Sequence[int], vocab_size: int) -> None:
@@ -31,8 +38,9 @@ def rehearse(grammar: CompiledGrammar, end_ids: Sequence[int], vocab_size: int) 
     """
     draw = random.Random(0)
     bits = np.empty((1, -(-vocab_size // 32)), np.int32)
-    matcher, spent_ns = grammar.matcher(end_ids), 0
-    for number in range(1, NUM_TOKENS + 1):
+    matcher, number, spent_ns, slowest_ns = grammar.matcher(end_ids), 0, 0, 0
+    while number < NUM_TOKENS:
+        number += 1
         began = time.thread_time_ns()
         if not matcher.fill_next_token_bitmask(bits, 0):
             bits.fill(-1)
@@ -44,10 +52,13 @@ def rehearse(grammar: CompiledGrammar, end_ids: Sequence[int], vocab_size: int) 
         if took_ns > LIMIT_NS:
             raise GrammarError(TOO_AMBIGUOUS)
         spent_ns += took_ns
+        slowest_ns = max(slowest_ns, took_ns)
         if spent_ns > ENOUGH_NS and took_ns < GROWING * spent_ns / number:
-            return
+            break
         if not goes_on:
             matcher = grammar.matcher(end_ids)
+    if spent_ns - slowest_ns > SUSTAINED_NS * (number - 1):
+        raise GrammarError(TOO_SLOW)
 
 
 def _any_token(bits: np.ndarray, vocab_size: int, end_ids: Sequence[int], draw: random.Random) -> int | None:

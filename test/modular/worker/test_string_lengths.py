@@ -14,6 +14,8 @@ from mstar.api_server.grammar.formats import Format, json_text
 from mstar.worker.grammars.compiler import CompiledGrammar, GrammarCompiler
 from mstar.worker.grammars.constraints import Matcher
 from mstar.worker.grammars.native import RAW, load_core
+from mstar.worker.grammars.trial_messages import Passed, Refused, Trial
+from mstar.worker.grammars.trial_process import attempt
 from mstar.worker.grammars.vocabulary import Vocabulary
 
 END = 0
@@ -200,3 +202,16 @@ def test_texts_of_calls_at_the_limits(compiler: GrammarCompiler, least: int, mos
         if length > least:
             assert takes(grammar, before + "a" * (length - 1) + "\n" + after) == fits
     assert not takes(grammar, before + "a" * least + "</parameter>" + after)
+
+
+def test_what_is_slow_at_every_token_is_refused_before_it_is_followed(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+):
+    """Limits are lower here, as there are few tokens."""
+    monkeypatch.setattr("mstar.worker.grammars.rehearsal.SUSTAINED_NS", 500_000)
+    lists = {"type": "array", "items": {"type": "integer"}, "maxItems": 500}
+    for form in (json_text(string(0, 2000)), json_text(lists), json_text(AWKWARD), called(maxLength=2000)):
+        assert attempt(compiler, Trial(json.dumps(form), ""), len(TOKENS), 1 << 30) == Passed()
+    slow = json_text({"type": "string", "pattern": "^A-.{0,400}-[A-Z]$"})
+    reply = attempt(compiler, Trial(json.dumps(slow), ""), len(TOKENS), 1 << 30)
+    assert isinstance(reply, Refused) and "repetitions" in reply.message
