@@ -3,8 +3,9 @@
     python -m benchmark.kernel_bench [--rows 1,8,32,64,128] [--parts draws,..] [--context 384] [--json FILE]
     python -m benchmark.kernel_bench --products
 
-Shapes of Qwen3.5-0.8B. Calls are captured in a CUDA graph, each over memory of its own as the layers of a model have
-it, and timed with events: the median of 5 rounds of 20 replays. Runs on one device and checks nothing; the tests do.
+Shapes of Qwen3.5-0.8B. Calls are captured in a CUDA graph, those that read weights, pages or states each over memory of
+its own as the layers of a model have it, and timed with events: the median of 5 rounds of 20 replays. Runs on one
+device and checks nothing; the tests do.
 """
 
 from __future__ import annotations

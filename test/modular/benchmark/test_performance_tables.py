@@ -50,9 +50,16 @@ def cells(tmp_path, table, rows, peer=()):
 
 def test_rows_beside_the_peer(tmp_path):
     rows = [row("decode", 1, 1000.4), row("decode", 1, 900.0, via="http"), row("prefill", 8, 5000.0)]
-    peer = [{"kind": "decode", "conc": 1, "out_tok_s": 250}, {"kind": "prefill", "conc": 8, "prefill_tok_s": 2000}]
-    assert cells(tmp_path, "decode", rows, peer) == [["1", "1,000", "990 to 1,010", "250", "4.00", "1.23", "5.1"]]
-    assert cells(tmp_path, "prefill", rows, peer) == [["8", "5,000", "4,990 to 5,010", "2,000", "2.50", "5.1"]]
+    sizes = {"inlen": 8, "outlen": 4}
+    peer = [
+        {"kind": "decode", "conc": 1, "inlen": 9, "outlen": 4, "out_tok_s": 1},
+        {"kind": "decode", "conc": 1, "out_tok_s": 250, **sizes},
+        {"kind": "prefill", "conc": 8, "prefill_tok_s": 2000, **sizes},
+    ]
+    assert cells(tmp_path, "decode", rows, peer) == [
+        ["1", "1,000", "990 to 1,010", "250", "4.00", "1.23", "5.1", "40.4"]
+    ]
+    assert cells(tmp_path, "prefill", rows, peer) == [["8", "5,000", "4,990 to 5,010", "2,000", "2.50", *ends]]
 
 
 def test_precision(tmp_path):
@@ -62,7 +69,9 @@ def test_precision(tmp_path):
 
 
 def test_without_a_peer_there_is_no_column_for_it(tmp_path):
-    assert cells(tmp_path, "decode", [row("decode", 1, 1000.0)]) == [["1", "1,000", "990 to 1,010", "1.23", "5.1"]]
+    assert cells(tmp_path, "decode", [row("decode", 1, 1000.0)]) == [
+        ["1", "1,000", "990 to 1,010", "1.23", "5.1", "40.4"]
+    ]
 
 
 def test_other_ways_beside_the_plain_one(tmp_path):
