@@ -22,6 +22,7 @@ from mstar.engine.device_graph import GraphMemory
 from mstar.engine.drawn_text import text_rows, text_tokens
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.execution import AdmitOutcome, AllowedTokens, Portion, Step, StepPart, StepState
+from mstar.engine.fault_log import log_fault
 from mstar.engine.layer_handles import bind_layers
 from mstar.engine.node_hooks import HookFailed, ask_check_stop
 from mstar.engine.node_runtime import NodeRuntime, build_node
@@ -241,7 +242,10 @@ class Engine:
             step.error = step.event.error
             if isinstance(step.error, torch.AcceleratorError):
                 raise step.error
-            step.fail_all(f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}")
+            why = f"the forward of {node.name} failed: {type(step.error).__name__}: {step.error}"
+            if step.error is not None:
+                log_fault(why, step.error)
+            step.fail_all(why)
             return
         collect_results(node, step, plan, done, self._store)
 

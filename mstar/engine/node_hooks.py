@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mstar.engine.fault_log import log_fault
 from mstar.engine.node_runtime import NodeRuntime
 from mstar.engine.step import Rows, SubmoduleStep
 from mstar.engine.submodule import NodeBatch, NodeInputs, NodeSubmodule, RowColumns, StopDecision
@@ -162,4 +163,7 @@ def _check(node: NodeRuntime, columns: RowColumns, batch: NodeBatch) -> None:
 
 
 def _message(submodule: NodeSubmodule, hook: str, walk: str, error: Exception) -> str:
-    return f"{type(submodule).__name__}.{hook} of walk {walk!r} raised {type(error).__name__}: {error}"
+    """What a hook raised; its traceback goes to the log."""
+    message = f"{type(submodule).__name__}.{hook} of walk {walk!r} raised {type(error).__name__}: {error}"
+    log_fault(message, error)
+    return message

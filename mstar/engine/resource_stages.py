@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import numpy as np
 
 from mstar.engine.execution import AdmitOutcome, StepOutputs
+from mstar.engine.fault_log import log_fault
 from mstar.engine.resources.base import Resource
 from mstar.engine.staging import NoDeviceCopies
 from mstar.engine.step_plan import StepPlan
@@ -19,11 +20,13 @@ from mstar.engine.transaction import Transaction
 
 
 class ResourceFailed(Exception):
-    """A resource raised in a stage of a step. The message names both."""
+    """A resource raised in a stage of a step. The message names both; the traceback goes to the log."""
 
     def __init__(self, stage: str, item: Touched, error: Exception) -> None:
-        super().__init__(f"{stage} of resource {item.resource.key!r} raised {type(error).__name__}: {error}")
+        message = f"{stage} of resource {item.resource.key!r} raised {type(error).__name__}: {error}"
+        super().__init__(message)
         self.item = item
+        log_fault(message, error)
 
 
 def admit(plan: StepPlan, txn: Transaction) -> AdmitOutcome:

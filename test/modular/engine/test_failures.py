@@ -1,6 +1,7 @@
 """What fails whom: a forward that raises, memory that runs out, rows that may not share a forward."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from support.engine_rig import GREEDY, EngineRig, prompts, take
 from support.tiny_decoder import NODE, TinyDecoder
 
 from mstar.communication.messages import SamplingParams
-from mstar.engine.submodule import EngineInputs, NodeOutputs
+from mstar.engine import fault_log
+from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, RowColumns
 from mstar.platforms.executor import ThreadedExecutor
 
 PROMPTS = prompts(6, seed=5)
@@ -34,6 +36,49 @@ def test_an_exception_in_a_forward_fails_its_rows_and_nobody_else(threaded: bool
     assert rig.out[2] == rig.decoder.reference_greedy(PROMPTS[2], 2)
     rig.close_all()
     rig.executor.close()
+
+
+class Slips(TinyDecoder):
+    """With a mistake in the hook or in the forward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def prepare_batch(self, graph_walk: str, rows: RowColumns) -> NodeBatch:
+        self._slip("hook")
+        return super().prepare_batch(graph_walk, rows)
+
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+        self._slip("forward")
+        return super().forward_batched(graph_walk, inputs)
+
+    def _slip(self, place: str) -> None:
+        if place == self.where:
+            raise AttributeError("no_such_answer")  # MISTAKE
+
+
+@pytest.mark.parametrize("where", ["hook", "forward"])
+def test_the_line_of_a_mistake_in_a_model_is_in_the_log_once(where: str, caplog: pytest.LogCaptureFixture):
+    fault_log._written.clear()
+    rig = EngineRig({NODE: Slips("")})
+    node = rig.nodes[NODE]
+    assert isinstance(node, Slips)
+    for handle in range(3):
+        rig.open(handle, PROMPTS[handle])
+    node.where = where
+    for handle in range(3):
+        step, _ = rig.engine.build([take("prefill", [handle])])
+        assert step is not None
+        if not step.failed:
+            step = rig.run(take("prefill", [handle]))
+        assert step.failed.keys() == {handle} and "no_such_answer" in step.failed[handle]
+        assert "Traceback" not in step.failed[handle]
+    lines = [(number, text) for number, text in enumerate(Path(__file__).read_text().split("\n"), 1)]
+    (mistake,) = (number for number, text in lines if text.endswith("# MISTAKE"))
+    assert caplog.text.count(f'test_failures.py", line {mistake}, in _slip') == 1
+    assert caplog.text.count("its traceback is further up") == 2
+    rig.close_all()
 
 
 def test_nan_logits_fail_their_row_and_the_row_planned_ahead_is_harmless():
