@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -30,6 +30,11 @@ LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-9, 1e9
 MAX_PAIRS = 64
 """Of a map whose values the server does not look at."""
 FIRST = Field(fail_fast=True)
+
+
+def default(value: float) -> dict[str, JsonValue]:
+    """What a field that is null means, for readers of the schema: the page shows it."""
+    return {"default": value}
 
 
 def at_most(limit: int, what: str) -> BeforeValidator:
@@ -55,6 +60,7 @@ def _check_biases(value: Any) -> Any:
 Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
 Ignored = Annotated[str | None, Field(description="Accepted, without effect.")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Repetition = Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -141,7 +147,7 @@ class StructuredOutputs(Schema):
 class GenerationFields(RequestFields):
     """What chat and text completions have in common: sampling, lengths, stopping, streaming."""
 
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2, json_schema_extra=default(0))] | None = None
     logit_bias: Annotated[
         dict[str, Annotated[Finite, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
         BeforeValidator(_check_biases),
@@ -149,7 +155,7 @@ class GenerationFields(RequestFields):
     ] = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2, json_schema_extra=default(0))] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Annotated[
         StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS), FIRST] | None,
@@ -158,13 +164,13 @@ class GenerationFields(RequestFields):
     ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0, le=2, json_schema_extra=default(1.0))] | None = None
+    top_p: Annotated[Finite, Field(ge=0, le=1, json_schema_extra=default(1.0))] | None = None
 
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT, description="0 or -1: no limit.")] | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Finite, Field(ge=LEAST_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1, json_schema_extra=default(0))] | None = None
+    repetition_penalty: Annotated[Repetition, Field(json_schema_extra=default(1.0))] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT, json_schema_extra=default(0))] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[
         Annotated[list[int], Field(max_length=MAX_STOP_TOKENS), FIRST] | None, at_most(MAX_STOP_TOKENS, "ids")
