@@ -1,5 +1,6 @@
 """The documentation builds offline without a warning, and what it names exists."""
 
+import os
 import re
 import subprocess
 import sys
@@ -165,3 +166,18 @@ def test_the_model_of_the_guide_computes_what_transformers_does(tmp_path: Path, 
     results = [llama.submit(instance, str(rid), prompt, max_tokens=9) for rid, prompt in enumerate(prompts)]
     instance.run()
     assert [result.tokens for result in results] == [llama.greedy(prompt, 9) for prompt in prompts]
+
+
+def test_the_checkpoint_of_the_guide_is_served_by_its_model(tmp_path: Path):
+    blocks = {name: code for name, code in _python_blocks(ROOT / "docs" / "adding_models.rst") if name}
+    for name, code in blocks.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    (tmp_path / "my.yaml").write_text("model: my_model.model:CARD\ncheckpoint: ./my_checkpoint\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    for command in (
+        [sys.executable, "make_my_checkpoint.py"],
+        [sys.executable, "-m", "mstar.cli", "run", "-c", "my.yaml", "--max-tokens", "4", "Hello"],
+    ):
+        run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
