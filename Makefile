@@ -36,6 +36,7 @@ serve: $(RUNTIME)            ## serve the embedded default model; ARGS="--set se
 
 # check installs nothing: it has to work offline and in a second terminal.
 check:                       ## format, lint, types, import contracts, document tables
+	@test -x $(BIN)/ruff || { echo "The tools are not in $(VENV); run 'make install' first."; exit 1; }
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
