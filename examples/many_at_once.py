@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from mstar.client import AsyncClient, StatusError
+from mstar.client import AsyncClient, ClientError, StatusError
 
 CITIES = ("Paris", "Rome", "Berlin", "Madrid", "Vienna", "Lisbon")
 
@@ -23,4 +23,7 @@ async def main(url: str = "http://127.0.0.1:8000") -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    try:
+        asyncio.run(main(*sys.argv[1:]))
+    except ClientError as error:
+        sys.exit(str(error))

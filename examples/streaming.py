@@ -2,7 +2,7 @@
 
 import sys
 
-from mstar.client import Client, FinishEvent, ReasoningEvent, TextEvent, UsageEvent
+from mstar.client import Client, ClientError, FinishEvent, ReasoningEvent, TextEvent, UsageEvent
 
 
 def main(url: str = "http://127.0.0.1:8000") -> None:
@@ -20,4 +20,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ClientError as error:
+        sys.exit(str(error))

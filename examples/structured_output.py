@@ -3,7 +3,7 @@
 import json
 import sys
 
-from mstar.client import Client
+from mstar.client import Client, ClientError
 
 CITY = {
     "type": "object",
@@ -27,4 +27,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ClientError as error:
+        sys.exit(str(error))

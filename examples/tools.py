@@ -4,7 +4,7 @@ import json
 import sys
 from typing import Any
 
-from mstar.client import Client
+from mstar.client import Client, ClientError
 
 TOOLS = [
     {
@@ -44,4 +44,7 @@ def main(url: str = "http://127.0.0.1:8000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ClientError as error:
+        sys.exit(str(error))

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from mstar.client import Client, image_part, text_part
+from mstar.client import Client, ClientError, image_part, text_part
 
 
 def main(picture: str, url: str = "http://127.0.0.1:8000") -> None:
@@ -18,4 +18,9 @@ def main(picture: str, url: str = "http://127.0.0.1:8000") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except (ClientError, OSError) as error:
+        sys.exit(str(error))

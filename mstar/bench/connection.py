@@ -20,6 +20,7 @@ EventSink = Callable[[bytes, float], None]
 """Takes the payload of one `data:` line and the time (`time.perf_counter`, seconds) at which its bytes were read."""
 
 OK = 200
+UNAUTHORIZED = 401
 
 
 class ConnectionClosed(Exception):
@@ -113,7 +114,8 @@ class ConnectionPool:
     """Connections to one server. `url` is its root, with or without `/v1`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        self.url = url if "://" in url else f"http://{url}"
+        parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
         self._host = parts.hostname

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from mstar.bench.connection import OK, ConnectionClosed, ConnectionPool
+from mstar.bench.connection import OK, UNAUTHORIZED, ConnectionClosed, ConnectionPool
 from mstar.bench.images import ImageChoice, ImageSize
 from mstar.bench.load import perform_one
 from mstar.bench.openai_events import NO_OUTPUT, body_text
@@ -36,7 +36,10 @@ async def first_model(pool: ConnectionPool) -> str:
     try:
         response = await pool.get("/v1/models")
     except (OSError, ConnectionClosed) as error:
-        raise PreflightError(f"the server does not answer: {error}") from error
+        reason = f"{pool.url} does not answer: {error}; mstar serve starts a server, --url names another"
+        raise PreflightError(reason) from error
+    if response.status == UNAUTHORIZED:
+        raise PreflightError(f"{pool.url} asks for a key; give one with --api-key")
     if response.status != OK:
         raise PreflightError(f"the server lists no models (HTTP {response.status}: {body_text(response.body)})")
     try:

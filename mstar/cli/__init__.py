@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -82,8 +83,9 @@ def chat(
     raise typer.Exit(chat_command(url, None if system is None else _as_text(system), temperature, api_key))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True})
 def run(
+    context: typer.Context,
     prompt: Annotated[str, typer.Argument(help="What to say; '-' reads standard input.")],
     target: Annotated[str, typer.Option("--config", "-c", help="As for serve.")] = DEFAULT_TARGET,
     overrides: Overrides = None,
@@ -93,6 +95,12 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the chat template.")] = False,
 ) -> None:
     """Answer one prompt in this process, without a server."""
+    if context.args:
+        raise typer.BadParameter(
+            f"one prompt is answered, and it is one argument: quote it. A configuration is given with -c: "
+            f"mstar run -c {prompt} {shlex.quote(context.args[0])}",
+            param_hint="prompt",
+        )
     from mstar.cli.run import run_command
 
     text = sys.stdin.read() if prompt == "-" else _as_text(prompt)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from mstar.cli.errors import show_error
-from mstar.client import Client, ClientError, NoAnswerError, ReasoningEvent, TextEvent
+from mstar.client import AuthenticationError, Client, ClientError, NoAnswerError, ReasoningEvent, TextEvent
 
 STEERING = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """Control characters, for `str.translate`: what a model writes does not steer the terminal."""
@@ -23,7 +23,11 @@ def chat_command(url: str, system: str | None, temperature: float, api_key: str 
         try:
             name = client.served_model()
         except NoAnswerError as error:
-            show_error(console, f"no server answers at {url}: {str(error.__cause__) or error}")
+            reason = str(error.__cause__) or error
+            show_error(console, f"no server answers at {url}: {reason}; mstar serve starts one, --url names another")
+            return 1
+        except AuthenticationError as error:
+            show_error(console, f"{url}: {error}; give a key with --api-key")
             return 1
         except ClientError as error:
             show_error(console, f"{url}: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import shlex
@@ -91,10 +92,17 @@ def bind(server: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise OSError(
-            f"cannot listen at {server.host}:{server.port}: {error.strerror}; "
-            "end the process that has the port, or choose another with --port"
+            f"cannot listen at {server.host}:{server.port}: {error.strerror}; {_what_to_change(error)}"
         ) from error
     return listener
+
+
+def _what_to_change(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "end the process that has the port, or choose another with --port"
+    if error.errno == errno.EACCES:
+        return "choose a port from 1024 on with --port"
+    return "this machine has no such address; --host 127.0.0.1 is for this machine alone, 0.0.0.0 for all its addresses"
 
 
 def log_memory_plan(plan: MemoryPlan) -> None:

@@ -32,7 +32,7 @@ class Settings:
         """For an httpx client. Redirects are not followed, and proxies of the environment are not used."""
         headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return {
-            "base_url": self.url,
+            "base_url": self.url if "://" in self.url else f"http://{self.url}",
             "headers": headers,
             "timeout": httpx.Timeout(self.timeout_s, connect=CONNECT_TIMEOUT_S),
             "trust_env": False,
@@ -49,4 +49,5 @@ class Settings:
 def no_answer(error: httpx.HTTPError | httpx.InvalidURL, url: str) -> NoAnswerError:
     """What went wrong on the way, in words that name the server."""
     reason = str(error) or type(error).__name__
-    return NoAnswerError(f"no answer from {url}: {reason}")
+    hint = "; is a server running there? mstar serve starts one" if isinstance(error, httpx.ConnectError) else ""
+    return NoAnswerError(f"no answer from {url}: {reason}{hint}")

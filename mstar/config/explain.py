@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -85,7 +85,20 @@ def _suggest(path: tuple[int | str, ...]) -> str:
     if not _is_model(section):
         return ""
     close = difflib.get_close_matches(str(path[-1]), section.model_fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(section.model_fields)}"
+    elsewhere = [found for found in _keys(DeploymentConfig) if found.endswith(f".{path[-1]}")]
+    if likely := elsewhere or close:
+        return f"; did you mean {' or '.join(map(repr, likely))}?"
+    return f"; known keys: {', '.join(section.model_fields)}"
+
+
+def _keys(section: type[BaseModel]) -> list[str]:
+    """Of a section and of those in it, from the section on, with dots."""
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(name)
+        if _is_model(field.annotation):
+            keys += [f"{name}.{key}" for key in _keys(cast("type[BaseModel]", field.annotation))]
+    return keys
 
 
 def _inside(section: Any, step: int | str) -> Any:

@@ -20,12 +20,17 @@ class ConfigError(ValueError):
     """A deployment that cannot be read; the message is for the person who wrote it."""
 
 
+class UnknownConfigError(ConfigError):
+    """There is neither such a file nor such a shipped configuration."""
+
+
 def load_config(source: str | Path, overrides: Iterable[str] = ()) -> DeploymentConfig:
     """`source`: a YAML file, the name of a configuration that ships with the package (`smollm2`), or
     `configs/<name>.yaml` of one.
 
     Raises:
-        ConfigError: no such file, one that cannot be read, not YAML, an unknown key, or a value out of range.
+        UnknownConfigError: no such file.
+        ConfigError: one that cannot be read, not YAML, an unknown key, or a value out of range.
     """
     try:
         text = _find(source).read_text(encoding="utf-8")
@@ -40,7 +45,7 @@ def config_from_text(text: str, name: str, overrides: Iterable[str] = ()) -> Dep
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not valid YAML: {error}") from error
+        raise ConfigError(f"{name} is not valid YAML: {_reason(error, name)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: expected keys and values, found {type(values).__name__}")
     return config_from_mapping(values, name, overrides)
@@ -77,7 +82,7 @@ def _find(source: str | Path) -> Path:
         return shipped[name]
     close = difflib.get_close_matches(path.stem, shipped, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else f", which are {', '.join(sorted(shipped))}"
-    raise ConfigError(f"{str(source)!r} is neither a file nor a shipped configuration{hint}")
+    raise UnknownConfigError(f"{str(source)!r} is neither a file nor a shipped configuration{hint}")
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,4 +102,9 @@ def _override(values: dict[str, Any], text: str) -> None:
     try:
         values[last] = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {text!r}: the value is not valid YAML: {error}") from error
+        raise ConfigError(f"--set {text!r}: the value is not valid YAML: {_reason(error, 'it')}") from error
+
+
+def _reason(error: yaml.YAMLError, name: str) -> str:
+    """What the parser says of a text, which it knows no name of."""
+    return str(error).replace('"<unicode string>"', name)

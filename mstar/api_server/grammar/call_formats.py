@@ -97,7 +97,7 @@ def _parameters(tool: CallableTool, schema: Schema) -> list[Format]:
     while "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
     if beyond := sorted(set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}):
-        raise SchemaError(f".{beyond[0]}", f"{beyond[0]} of all arguments together cannot be enforced")
+        raise SchemaError(f".{beyond[0]}", f"{beyond[0]!r} of all arguments together cannot be enforced")
     required = schema.get("required", ())
     parts: list[Format] = []
     for name, rules in schema.get("properties", {}).items():

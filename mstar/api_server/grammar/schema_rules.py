@@ -72,7 +72,7 @@ class _Rewriting:
         check_form(schema, path)
         for keyword in REFUSED:
             if keyword in schema:
-                raise SchemaError(f"{path}.{keyword}", f"{keyword} cannot be enforced")
+                raise SchemaError(f"{path}.{keyword}", f"{keyword!r} cannot be enforced")
         if "$ref" in schema:
             return self._reference(schema, path, depth)
         if "enum" in schema or "const" in schema:
@@ -86,7 +86,7 @@ class _Rewriting:
         if others := sorted(
             set(schema).intersection((*_ASSERTING, "anyOf", "oneOf", "allOf", "enum", "const", "type"))
         ):
-            raise SchemaError(f"{path}.{others[0]}", f"{others[0]} beside $ref cannot be enforced")
+            raise SchemaError(f"{path}.{others[0]}", f"{others[0]!r} beside $ref cannot be enforced")
         reference = schema["$ref"]
         target = self._target(reference, path)
         if reference not in self._names:
@@ -123,7 +123,7 @@ class _Rewriting:
 
     def _values(self, schema: Mapping[str, Any], path: str) -> Schema:
         if others := sorted(set(schema).intersection((*_ASSERTING, "anyOf", "oneOf", "allOf"))):
-            raise SchemaError(f"{path}.{others[0]}", f"{others[0]} beside enum or const cannot be enforced")
+            raise SchemaError(f"{path}.{others[0]}", f"{others[0]!r} beside enum or const cannot be enforced")
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         if "enum" in schema and "const" in schema:
             const = schema["const"]
@@ -151,11 +151,11 @@ class _Rewriting:
             if rest:
                 branches = [merged(rest, self._resolved(branch, path)) for branch in branches]
         except MergeError as error:
-            raise SchemaError(f"{path}.{union}", f"{union} cannot be enforced here: {error}") from None
+            raise SchemaError(f"{path}.{union}", f"{union!r} cannot be enforced here: {error}") from None
         if union == "oneOf" and not self._comparisons.are_disjoint(branches):
             raise SchemaError(
                 f"{path}.oneOf",
-                "oneOf cannot be enforced where a value may fit several branches; use anyOf, or give each branch a "
+                "'oneOf' cannot be enforced where a value may fit several branches; use anyOf, or give each branch a "
                 "required property with a const of its own",
             )
         options = [
@@ -193,7 +193,7 @@ class _Rewriting:
     def _array_rules(self, schema: Mapping[str, Any], path: str, depth: int) -> Schema:
         least, most = count_of(schema, "minItems", path), count_of(schema, "maxItems", path)
         if schema.get("uniqueItems") and (most is None or most > 1):
-            raise SchemaError(f"{path}.uniqueItems", "uniqueItems cannot be enforced")
+            raise SchemaError(f"{path}.uniqueItems", "'uniqueItems' cannot be enforced")
         rules: Schema = {}
         prefix, items = schema.get("prefixItems"), schema.get("items")
         if isinstance(items, list):  # as it was written before draft 2020-12
@@ -220,7 +220,7 @@ class _Rewriting:
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
         if "patternProperties" in schema and ("properties" in schema or required):
-            raise SchemaError(f"{path}.patternProperties", "patternProperties beside properties cannot be enforced")
+            raise SchemaError(f"{path}.patternProperties", "'patternProperties' beside properties cannot be enforced")
         own = {name: value for name, value in properties.items() if value is not False or name in required}
         for name in required:
             if name not in own:

@@ -138,7 +138,7 @@ def test_an_error_in_the_middle_of_an_answer(front: RunningFront):
 def test_a_wrong_key_is_what_it_says(front: RunningFront):
     result = chat(front, "hi", options=())
     assert result.exit_code == 1
-    assert "API key" in result.stdout
+    assert "API key" in result.stdout and "give a key with --api-key" in result.stdout.replace("\n", " ")
     assert "no server answers" not in result.stdout
     assert "Traceback" not in result.output
 
@@ -149,6 +149,7 @@ def test_nothing_there():
     result = command("chat", "--url", f"http://127.0.0.1:{port}", typed="hi\n")
     assert result.exit_code == 1
     assert f"no server answers at http://127.0.0.1:{port}" in result.stdout
+    assert "mstar serve starts one" in result.stdout
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"data": []}'])

@@ -18,6 +18,7 @@ every_command = pytest.mark.parametrize("arguments", WITH_A_TARGET, ids=lambda a
     ("override", "said"),
     [
         ("port", "--set 'port': expected KEY=VALUE, for example --set server.port=8080"),
+        ("port=1", "port: unknown key; did you mean 'server.port'?"),
         ("server.prot=1", "server.prot: unknown key; did you mean 'port'?"),
         ("server.port=[/b]", "server.port: must be a whole number (found ['/b'])"),
         ("server.port=[b, 1", "--set 'server.port=[b, 1': the value is not valid YAML"),
@@ -34,7 +35,9 @@ def test_an_override_that_cannot_be_applied(arguments: list[str], override: str,
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("smolm2", "'smolm2' is neither a file nor a shipped configuration; did you mean 'smollm2'?"),
+        ("smolm2", "there is no 'smolm2'; did you mean 'smollm2'?"),
+        ("qwen35", "there is no 'qwen35'; did you mean 'qwen3_5'?"),
+        ("nowhere", "a model family (llama, qwen3_5), a YAML file, a checkpoint's folder or .gguf file"),
         ("nowhere[b].gguf", "there is no file nowhere[b].gguf"),
         (".", "has no safetensors files"),
     ],
@@ -74,6 +77,27 @@ def test_an_address_that_is_not_there():
     result = command("serve", "--host", "name.invalid")
     assert result.exit_code == 2
     assert "cannot listen at name.invalid:8000" in result.stderr
+    assert "this machine has no such address; --host 127.0.0.1" in result.stderr
+
+
+def test_a_published_checkpoint_is_checked_without_a_download(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = command("check", "Qwen/Qwen3.5-2B")
+    assert "Qwen/Qwen3.5-2B: qwen3_5 on 1 worker" in result.output
+
+
+def test_a_broken_file_is_named_where_it_is_broken(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("model: [llama\nother: 1\n")
+    result = command("check", file)
+    assert result.exit_code == 1
+    assert f"in {file}, line 2" in result.output
+
+
+def test_a_configuration_in_the_place_of_the_prompt():
+    result = command("run", "my.yaml", "What is it?")
+    assert result.exit_code == 2
+    assert "with -c:" in result.output
 
 
 def test_a_model_outside_the_package_is_a_target():

@@ -40,6 +40,17 @@ def run(name: str, *arguments: object) -> str:
     return result.stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("chat", ("127.0.0.1:1",)), ("many_at_once", ("127.0.0.1:1",)), ("vision", ())]
+)
+def test_without_a_server_or_an_argument_it_ends_with_one_line(name: str, arguments: tuple[str, ...]):
+    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert ("mstar serve starts one" if arguments else "vision.py PICTURE [URL]") in result.stderr
+
+
 def test_chat(front: RunningFront):
     front.reply("to think\n</think>\n\nIt is Paris.")
     said = run("chat", front.base_url).splitlines()
