@@ -31,9 +31,13 @@ UNKNOWN_FORMATS = frozenset({"regex", "iri", "iri-reference", "idn-email", "idn-
 
 MAX_PATTERN = 4096
 """Characters of one pattern."""
-_PIECES = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{\d*,\d*\}\??|.", re.DOTALL)
+_PIECES = re.compile(
+    r"\\u\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{\d*,\d*\}\??|.",
+    re.DOTALL,
+)
 """Escapes, classes, ranges of repetitions and other characters; a class that is not closed takes the rest, so that this
 takes linear time."""
+_BEYOND_ASCII = re.compile(r"\\[\0-\x7f]|\\?([^\0-\x7f])", re.DOTALL)
 _CONTROL = r"(?:[\x00-\x1f]|\\[nrtfv0]|\\x[01].|\\u00[01].|\\u\{0*[01]?[0-9a-fA-F]\})"
 _QUOTE = r'(?:\\?"|\\\\|\\(?:x|u00|u\{0*)(?:22|5[cC])\}?)'
 _ESCAPED = re.compile(f"{_CONTROL}|{_QUOTE}", re.DOTALL)
@@ -93,7 +97,9 @@ def without_anchors(pattern: str) -> str:
 
 def compiled(pattern: str) -> str:
     """The pattern as the compiler reads it right. It takes b for a text of `(ab+)?`, but not of `(|ab+)`; and bbb for
-    one of `(c|b|b{0,2})`, but not of `(c|b|(b{0,2}()))`."""
+    one of `(c|b|b{0,2})`, but not of `(c|b|(b{0,2}()))`. That a text stands in JSON it forgets where the pattern has
+    characters beyond ASCII, unless those are written by their numbers."""
+    pattern = _BEYOND_ASCII.sub(lambda found: rf"\u{{{ord(found[1]):x}}}" if found[1] else found[0], pattern)
     pieces: list[str] = []
     opened: list[int] = []
     atom = 0  # where what a quantifier would repeat begins

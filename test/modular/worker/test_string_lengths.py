@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from mstar.api_server.grammar.formats import Format, json_text
 from mstar.worker.grammars.compiler import CompiledGrammar, GrammarCompiler
 from mstar.worker.grammars.constraints import Matcher
 from mstar.worker.grammars.native import RAW, load_core
+from mstar.worker.grammars.string_lengths import exact_lengths
 from mstar.worker.grammars.trial_messages import Passed, Refused, Trial
 from mstar.worker.grammars.trial_process import attempt
 from mstar.worker.grammars.vocabulary import Vocabulary
@@ -153,6 +155,50 @@ def test_the_rest_of_a_schema_is_as_the_library_takes_it(compiler: GrammarCompil
     assert num_left_out
 
 
+PATTERNS: dict[str, tuple[str, bool]] = {
+    "^.{0,400}$": ("", True),
+    "^[a-c ]{40}$": ("", True),
+    r"^\w{1,35}$": ("", True),
+    r"^[\w.+-]{2,300}$": ("", True),
+    "^[^,;]{33,}$": ("", True),
+    r"^[-:\u00e0-\u00ff\x41]{1,40}$": ("", True),
+    "^A[a-c0-9-]{0,253}$": ("A", True),
+    r"^a?b://\d.{1,300}$": ("b://0", True),
+    '^é[^漢"]{0,99}$': ("é", True),
+    r"^[^\s]{1,300}$": ("", False),
+    "^(a|b){1,40}$": ("", False),
+    "^(a|b)c{1,40}$": ("a", False),
+    "^a+a{1,40}$": ("a", False),
+    "^.{1,40}a$": ("", False),
+    "^a|b{1,40}$": ("", False),
+}
+"""By what a text begins with, and whether the repetition is counted by a rule."""
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_that_end_in_a_long_repetition_mean_what_they_did(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, pattern: str
+):
+    head, is_counted = PATTERNS[pattern]
+    form = json_text({"type": "array", "items": {"type": "string", "pattern": pattern}})
+    assert (exact_lengths(form) != form) == is_counted
+    ours = compiled(compiler, form)
+    monkeypatch.setattr("mstar.worker.grammars.compiler.exact_lengths", lambda form: form)
+    theirs = compiled(compiler, form)
+    lengths = {0, 1, 2, 3, 31, 32, 33, 34, 35, 36, 39, 40, 41, 99, 100, 253, 254, 299, 300, 301, 400, 401}
+    bodies = [letter * length for letter in "a -é漢,;1" for length in lengths]
+    bodies += [letter * 34 for letter in (*map(chr, range(0x20, 0x80)), '\\"', "\\n", "\t", "😀")]
+    num_taken = 0
+    for body in bodies:
+        text = f'["{head}{body}"]'
+        whole = takes(theirs, text)
+        assert takes(ours, text) == whole, text
+        num_taken += whole
+        if whole:
+            assert re.fullmatch(pattern[1:-1], json.loads(text)[0], re.ASCII), text
+    assert num_taken
+
+
 def seconds_of_masks(grammar: CompiledGrammar, inside: bytes) -> float:
     """Of 40 masks in a string of ordinary letters: the mean of the fastest half."""
     matcher, taken = grammar.matcher((END,)), []
@@ -182,6 +228,8 @@ def test_long_strings_cost_what_short_ones_do(compiler: GrammarCompiler):
         (json_text(string(0, 500)), b'"'),
         (json_text(string(300, 5000)), b'"'),
         (json_text({"type": "array", "items": string(0, 1000)}), b'["'),
+        (json_text({"type": "string", "pattern": "^[a-z ]{1,1000}$"}), b'"'),
+        (json_text({"type": "string", "pattern": "^[a-z]-.{1,1000}$"}), b'"a-'),
         (called(maxLength=2000), CALL),
     ):
         began = time.thread_time()
