@@ -1,4 +1,4 @@
-"""`CPUPagePool`: host memory for the pages of preempted requests, page by page like the device's.
+"""`CPUPagePool`: host memory for the pages of preempted requests.
 
 Accounts on the loop thread (`arena`, as for device pages: promised, held, free); `store` and `load` on the executor.
 """
@@ -6,11 +6,10 @@ Accounts on the loop thread (`arena`, as for device pages: promised, held, free)
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from mstar.engine.resources.host_pool import HostPool
 from mstar.engine.resources.page_arena import PageArena
-from mstar.engine.resources.page_tensors import zeros
 
 
 class CPUPagePool:
@@ -18,10 +17,8 @@ class CPUPagePool:
 
     def __init__(self, num_pages: int, num_handles: int, like: Tensor) -> None:
         self.arena = PageArena(num_pages + 1, num_handles)
-        shape = (like.shape[0], num_pages + 1, *like.shape[2:])
-        pinned = like.device.type != "cpu"
-        self._k = zeros(shape, like.dtype, torch.device("cpu"), pinned=pinned)
-        self._v = zeros(shape, like.dtype, torch.device("cpu"), pinned=pinned)
+        self._k = HostPool(num_pages, like)
+        self._v = HostPool(num_pages, like)
 
     @property
     def num_pages(self) -> int:
@@ -30,15 +27,10 @@ class CPUPagePool:
 
     def store(self, k: Tensor, v: Tensor, src: np.ndarray, dst: np.ndarray) -> None:
         """Device pages `src` to host pages `dst`."""
-        _copy(k, self._k, src, dst)
-        _copy(v, self._v, src, dst)
+        self._k.store(k, src, dst)
+        self._v.store(v, src, dst)
 
     def load(self, k: Tensor, v: Tensor, src: np.ndarray, dst: np.ndarray) -> None:
         """Host pages `src` to device pages `dst`."""
-        _copy(self._k, k, src, dst)
-        _copy(self._v, v, src, dst)
-
-
-def _copy(source: Tensor, target: Tensor, src: np.ndarray, dst: np.ndarray) -> None:
-    for begin, end in zip(src.tolist(), dst.tolist(), strict=True):
-        target[:, end].copy_(source[:, begin], non_blocking=True)  # only the stream reads it back
+        self._k.load(k, src, dst)
+        self._v.load(v, src, dst)

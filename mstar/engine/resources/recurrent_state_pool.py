@@ -20,6 +20,7 @@ from torch import Tensor
 from mstar.engine.device_ops import NO_PAGES, DeviceOp
 from mstar.engine.execution import AdmitOutcome
 from mstar.engine.resources.base import OpenConfig, Resource, StepContext, Transaction, Work
+from mstar.engine.resources.host_pool import HostPool
 from mstar.engine.resources.page_arena import PageArena
 from mstar.engine.resources.page_tensors import zeros
 from mstar.engine.resources.paged_kv import PagedKV
@@ -122,11 +123,7 @@ class RecurrentStatePool(Resource[RecurrentStep]):
         self._poison = poison
         self._ops: list[DeviceOp] = []
         self._blocks = {b.name: _pool(spec, b, num_slots, dtypes, device) for b in spec.blocks}
-        pinned = device.type != "cpu"
-        self._host_blocks = {
-            b.name: _pool(spec, b, num_host_slots + 1, dtypes, torch.device("cpu"), pinned=pinned)
-            for b in (spec.blocks if num_host_slots else ())
-        }
+        self._host = {name: HostPool(num_host_slots, b) for name, b in self._blocks.items() if num_host_slots}
         self.states = StateHoldings(
             spec.key,
             StateSlots(num_slots, self._poison_slot if poison else None),
@@ -197,7 +194,7 @@ class RecurrentStatePool(Resource[RecurrentStep]):
     def after_forward(self, plan: StateFacts) -> None:
         if plan.snapshots:
             targets = [snapshot.slot for snapshot in plan.snapshots]
-            _copy(self._blocks, self._blocks, plan.sources.tolist(), targets)
+            self._copy(plan.sources.tolist(), targets)
 
     def gauges(self) -> Mapping[str, float]:
         slots = self.states.slots
@@ -209,16 +206,23 @@ class RecurrentStatePool(Resource[RecurrentStep]):
         return gauges
 
     def _carry_out(self, op: DeviceOp) -> None:
-        src, dst = op.src.tolist(), op.dst.tolist()
         match op.kind:
             case "poison":
-                self._fill_nan(dst)
+                self._fill_nan(op.dst.tolist())
             case "restore":
-                _copy(self._blocks, self._blocks, src, dst)
+                self._copy(op.src.tolist(), op.dst.tolist())
             case "offload":
-                _copy(self._blocks, self._host_blocks, src, dst)
+                for name, host in self._host.items():
+                    host.store(self._blocks[name], op.src, op.dst)
             case "reload":
-                _copy(self._host_blocks, self._blocks, src, dst)
+                for name, host in self._host.items():
+                    host.load(self._blocks[name], op.src, op.dst)
+
+    def _copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Slots `src` to slots `dst`, all blocks and layers."""
+        for block in self._blocks.values():
+            for begin, end in zip(src, dst, strict=True):
+                block[:, end].copy_(block[:, begin])
 
     def _poison_slot(self, slot: int) -> None:
         self._ops.append(DeviceOp("poison", NO_PAGES, np.array([slot], np.int32)))
@@ -230,20 +234,7 @@ class RecurrentStatePool(Resource[RecurrentStep]):
 
 
 def _pool(
-    spec: RecurrentStateSpec,
-    block: StateBlock,
-    num_slots: int,
-    dtypes: StateDtypes,
-    device: torch.device,
-    *,
-    pinned: bool = False,
+    spec: RecurrentStateSpec, block: StateBlock, num_slots: int, dtypes: StateDtypes, device: torch.device
 ) -> Tensor:
     """`[layers, slots, *shape]`"""
-    return zeros((spec.num_layers, num_slots, *block.shape), dtypes.of(block), device, pinned=pinned)
-
-
-def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor], src: Sequence[int], dst: Sequence[int]) -> None:
-    """Slots `src` to slots `dst`, all blocks and layers."""
-    for name, block in source.items():
-        for begin, end in zip(src, dst, strict=True):
-            target[name][:, end].copy_(block[:, begin], non_blocking=True)  # only the stream reads it back
+    return zeros((spec.num_layers, num_slots, *block.shape), dtypes.of(block), device)
