@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mstar.engine import node_runtime as fields
+from mstar.engine.capture_failure import FAILURES, CaptureError, describe_failure
+from mstar.engine.chunking import MIN_CHUNK
 from mstar.engine.cuda_graph_config import (
     BatchedCudaGraphConfig,
     BucketKey,
@@ -30,7 +33,9 @@ from mstar.engine.step_builder import StepBuilder
 from mstar.graph.protocol import ReadyKey, TakenRows
 
 Progress = Callable[[str, int, int], None]
-"""(label, done, total)"""
+"""(label, done, total), before each capture, and once behind the last."""
+
+log = logging.getLogger(__name__)
 
 
 class Size(NamedTuple):
@@ -38,10 +43,6 @@ class Size(NamedTuple):
 
     rows: int
     tokens: int | None = None
-
-
-class CaptureError(Exception):
-    """A declared walk cannot be captured. Start-up ends with it."""
 
 
 def capture_buckets(
@@ -53,13 +54,14 @@ def capture_buckets(
 ) -> int:
     """Capture what the nodes declare at the deployment's sizes; returns how many buckets there are.
 
-    Sizes that the platform chose are given up where a CPU cannot record the walk: padding would only cost.
+    A walk is given up where a backend of its node cannot be captured, and, at sizes that the platform chose, where a
+    CPU cannot record it: padding would only cost.
     """
     wanted = [
         (node, declared, size)
         for node in nodes
         for declared in node.submodule.get_cuda_graph_configs()
-        for size in capture_sizes(declared, config)
+        for size in capture_sizes(declared, config, node.policies.of(declared.walk).align)
     ]
     wanted.sort(key=lambda item: (-(item[2].tokens or item[2].rows), -item[2].rows))
     given_up: set[tuple[str, CudaGraphConfig]] = set()
@@ -70,6 +72,10 @@ def capture_buckets(
         if (node.name, declared) in given_up:
             continue
         bucket = capture_bucket(node, declared, size, builder, config, memory)
+        if bucket is None:
+            log.info("%s: walk %r runs eagerly, its backends cannot be captured", node.name, declared.walk)
+            given_up.add((node.name, declared))
+            continue
         chosen_here = config.capture_sizes is None and declared.capture_batch_sizes is None
         if chosen_here and config.device.type == "cpu" and not bucket.graph.is_recorded:
             given_up.add((node.name, declared))
@@ -81,10 +87,13 @@ def capture_buckets(
     return num_buckets
 
 
-def capture_sizes(declared: CudaGraphConfig, config: EngineConfig) -> list[Size]:
-    """Sizes of a declaration in this deployment. One above its row limit stands for the limit, which is covered so."""
+def capture_sizes(declared: CudaGraphConfig, config: EngineConfig, align: int = 1) -> list[Size]:
+    """Sizes of a declaration in this deployment. One above its row limit stands for the limit, which is covered so.
+    `align`: where chunks of the walk may end. None where the deployment captures nothing."""
     if isinstance(declared, PackedCudaGraphConfig):
-        return [Size(*size) for size in packed_sizes(config)]
+        return [Size(*size) for size in packed_sizes(config, max(align, MIN_CHUNK))]
+    if config.captures_nothing:
+        return []
     sizes = declared.capture_batch_sizes
     if sizes is None:
         sizes = auto_capture_sizes(config) if config.capture_sizes is None else config.capture_sizes
@@ -98,9 +107,10 @@ def capture_bucket(
     size: Size,
     builder: StepBuilder,
     config: EngineConfig,
-    memory: GraphMemory,
-) -> Bucket:
-    """One bucket, captured.
+    memory: GraphMemory | None,
+) -> Bucket | None:
+    """One bucket, captured. `memory` None: its forward has run once, and nothing is kept. None: no step would replay
+    it, since a resource cannot be captured.
 
     Raises:
         CaptureError: the declaration is of a kind that cannot be captured here, or the node's hooks or forward failed.
@@ -127,9 +137,15 @@ def capture_bucket(
         views[fields.LAST][:] = np.arange(rows)
         for item in touched:
             item.facts = item.resource.plan(item.step, item.context(views, layout.shape, captured=True))
+        if memory is not None and not all(item.resource.capturable(item.facts, item.facts) for item in touched):
+            return None
         record_bucket(node, bucket, bucket.block.upload(slot, layout), touched, memory)
-    except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        raise CaptureError(f"capture of {node.name} {declared.walk!r} at {rows} rows failed: {error}") from error
+    except FAILURES as error:
+        done = "warm-up" if memory is None else "capture"
+        what = f"{done} of {node.name} {declared.walk!r} at {rows} rows" + (
+            f", {num_tokens} tokens" if q_len == 0 and num_tokens else ""
+        )
+        raise CaptureError(describe_failure(what, error, recorded=memory is not None)) from error
     finally:
         node.staging.release(slot)
     return bucket

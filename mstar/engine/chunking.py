@@ -40,6 +40,10 @@ class ChunkingPolicy:
             raise ValueError("accumulate and keep_final_chunk_samples speak of chunks, but the walk is not chunked")
 
 
+MIN_CHUNK = 16
+"""Tokens that a step with chunks computes of them at least, so that rows that decode, however many, starve no prompt.
+Below, a step is all overhead."""
+
 NOT_CHUNKED = ChunkingPolicy()
 """Of walks that declare nothing."""
 

@@ -323,11 +323,12 @@ class Engine:
         return num_buckets + capture_regions(nodes, self._config, self._graph_memory, progress)
 
     def warmup(self) -> None:
-        """Run every declared walk once over a sink row, so that the first request finds loaded code and grown pools."""
+        """Run every declared walk once over a sink row, so that the first request finds loaded code and grown pools,
+        captured or not. Raises `CaptureError`."""
         for node in self._nodes.values():
             for declared in node.submodule.get_cuda_graph_configs():
                 if not isinstance(declared, PackedCudaGraphConfig):
-                    capture_bucket(node, declared, Size(1), self._builder, self._config, self._graph_memory)
+                    capture_bucket(node, declared, Size(1), self._builder, self._config, None)
 
     def _drop(self, step: Step) -> None:
         txn, step.txn = step.txn, None

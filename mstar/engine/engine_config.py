@@ -32,7 +32,8 @@ class EngineConfig:
     in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
     `backends[key]`: attention or linear attention backend of the deployment's choice. `capture_sizes`: rows of captured
     buckets for declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's
-    sizes, see `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows.
+    sizes, see `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows, up to those of the
+    longest step. With both empty nothing is captured.
     `stored_signals[node]`: sampled-token signals that must become tensors of the store because something other than the
     same node or the client receives them.
 
@@ -83,6 +84,10 @@ class EngineConfig:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"models compute in bfloat16 or float32, not {self.dtype}")
 
+    @property
+    def captures_nothing(self) -> bool:
+        return self.capture_sizes == () and not self.capture_tokens
+
 
 def auto_capture_sizes(config: EngineConfig) -> tuple[int, ...]:
     """Rows of captured buckets where neither declaration nor deployment names them, up to `max_rows`."""
@@ -92,7 +97,12 @@ def auto_capture_sizes(config: EngineConfig) -> tuple[int, ...]:
     return tuple(sorted({most, *(size for size in AUTO_DEVICE_CAPTURE_SIZES if size <= most)}))
 
 
-def packed_sizes(config: EngineConfig) -> list[tuple[int, int]]:
-    """(rows, tokens) of captured buckets of packed rows."""
+def packed_sizes(config: EngineConfig, chunk: int) -> list[tuple[int, int]]:
+    """(rows, tokens) of captured buckets of packed rows. `chunk`: tokens that a step computes of a prompt even beside
+    so many other rows that it gets longer than steps should be."""
     rows = sorted({min(size, config.max_rows) for size in PACKED_ROWS})
-    return [(count, tokens) for tokens in config.capture_tokens for count in rows if count < tokens]
+    sizes = set(config.capture_tokens)
+    longest = config.max_rows - 1 + chunk
+    if sizes and (most := max(sizes)) < longest:
+        sizes |= {longest, *(size for size in AUTO_CAPTURE_TOKENS if most < size < longest)}
+    return [(count, tokens) for tokens in sorted(sizes) for count in rows if count < tokens]

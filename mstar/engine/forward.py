@@ -133,9 +133,9 @@ def end_bucket(node: NodeRuntime, plan: StepPlan, bucket: Bucket, allowed: Allow
 
 
 def record_bucket(
-    node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor], touched: list[Touched], memory: GraphMemory
+    node: NodeRuntime, bucket: Bucket, staged: Mapping[str, Tensor], touched: list[Touched], memory: GraphMemory | None
 ) -> None:
-    """Capture the forward of `bucket` over `staged`, all of it sink rows."""
+    """Capture the forward of `bucket` over `staged`, all of it sink rows. `memory` None: run it, once, and no more."""
     for item in touched:
         item.resource.begin_forward(item.facts, staged)
     bucket.facts = {item.resource.key: item.facts for item in touched}
@@ -160,6 +160,10 @@ def record_bucket(
                 bucket.outputs[name] = torch.empty_like(value)
             bucket.outputs[name].copy_(value)
 
+    if memory is None:
+        run()
+        _draw(node, touched, None)
+        return
     bucket.graph.capture(run, memory)
     for item in touched:
         item.resource.end_capture(item.facts, staged, memory)

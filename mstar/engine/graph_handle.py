@@ -33,11 +33,12 @@ class GraphHandle:
             tape, _ = ops.record(run)
         except RecordError as error:
             log.debug("replayed as Python: %s", error)
-            run()
-            self._run = run
         else:
             self._run = tape.replay
             self.is_recorded = True
+            return
+        run()
+        self._run = run
 
     def replay(self) -> None:
         if self._run is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
-from mstar.engine.bucket_capture import CaptureError, Progress
+from mstar.engine.bucket_capture import Progress
+from mstar.engine.capture_failure import FAILURES, CaptureError, describe_failure
 from mstar.engine.cuda_graph_config import PiecewiseConfig, PiecewisePackedConfig
 from mstar.engine.device_graph import GraphMemory
 from mstar.engine.engine_config import EngineConfig, auto_capture_sizes
@@ -22,18 +24,28 @@ def capture_regions(
     Raises:
         CaptureError: a region failed.
     """
-    wanted = [(node, region) for node in nodes for region in node.submodule.regions.values()]
-    num_buckets = 0
-    for done, (node, region) in enumerate(wanted):
+    wanted = [
+        (node, region, region_sizes(region.declared, config))
+        for node in nodes
+        for region in node.submodule.regions.values()
+    ]
+    total = sum(len(sizes) for _, _, sizes in wanted)
+    done = itertools.count()
+    for node, region, sizes in wanted:
         name = region.declared.region
-        if progress is not None:
-            progress(f"capture {node.name} {name}", done, len(wanted))
+
+        def begin(label: str = f"capture {node.name} {name}") -> None:
+            number = next(done)
+            if progress is not None:
+                progress(label, number, total)
+
         try:
-            region.capture(region_sizes(region.declared, config), memory, config.device, poison=config.debug_poison)
-        except (RuntimeError, ValueError, TypeError, LookupError) as error:
-            raise CaptureError(f"capture of region {name!r} of {node.name} failed: {error}") from error
-        num_buckets += len(region.sizes)
-    return num_buckets
+            region.capture(sizes, memory, config.device, poison=config.debug_poison, begin=begin)
+        except FAILURES as error:
+            raise CaptureError(describe_failure(f"capture of region {name!r} of {node.name}", error)) from error
+    if progress is not None and total:
+        progress("capture", total, total)
+    return total
 
 
 def region_sizes(declared: PiecewiseConfig, config: EngineConfig) -> list[int]:
@@ -43,4 +55,4 @@ def region_sizes(declared: PiecewiseConfig, config: EngineConfig) -> list[int]:
         return [size for size in config.capture_tokens if size <= declared.max_items]
     if config.capture_sizes is None:
         return [] if config.device.type == "cpu" else list(auto_capture_sizes(config))
-    return [size for size in config.capture_sizes if 0 < size <= config.max_rows]
+    return sorted({min(size, config.max_rows) for size in config.capture_sizes if size > 0})

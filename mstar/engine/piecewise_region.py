@@ -7,7 +7,7 @@ Called by forwards on the executor; captured at start-up by `piecewise_capture`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -62,9 +62,17 @@ class PiecewiseRegion:
         bucket.graph.replay()
         return bucket.output[:num_items]
 
-    def capture(self, sizes: Sequence[int], memory: GraphMemory, device: torch.device, *, poison: bool) -> None:
+    def capture(
+        self,
+        sizes: Sequence[int],
+        memory: GraphMemory,
+        device: torch.device,
+        *,
+        poison: bool,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         """One bucket for each size, largest first, in place of what there was. `poison`: what is behind the real items
-        is NaN in every call. What the region raises comes out of here."""
+        is NaN in every call. `begin` is called before each. What the region raises comes out of here."""
         self._poison = poison
         self._sizes, self._buckets = [], []
         if not sizes:
@@ -77,6 +85,7 @@ class PiecewiseRegion:
         starts = torch.zeros(self._max_segments + 1, dtype=torch.int32, device=device) if self._max_segments else None
         output: Tensor | None = None
         for size in sorted(sizes, reverse=True):
+            begin()
             inputs = RegionInputs({name: whole[:size] for name, whole in items.items()}, starts)
             if starts is not None:
                 starts[1:] = size  # all of them in one segment

@@ -32,6 +32,7 @@ from mstar.communication.messages import (
 from mstar.communication.wire import decode_to_front, decode_to_worker
 from mstar.launch.calibration import calibrate_steps
 from mstar.launch.deployment import Deployment
+from mstar.launch.engine_start import start_engine
 from mstar.launch.rank import Place, build_rank
 from mstar.model.base import PreparedPrompt, WalkPlan
 from mstar.model.loader.progress import LoadProgress
@@ -93,8 +94,7 @@ class LocalInstance:
             worker, parts = build_rank(
                 deployment, self.model, self._compiled, place, bus, progress=progress, clock=clock, executor=executor
             )
-            parts.engine.warmup()
-            parts.engine.capture()
+            start_engine(parts.engine)
             if calibrate and executor is None:
                 calibrate_steps(deployment.config, self._compiled, rank, parts)
             self.workers.append((worker, parts))

@@ -16,6 +16,7 @@ from mstar.communication.wire import decode_to_worker, schema_hash
 from mstar.launch.calibration import calibrate_steps
 from mstar.launch.children import ChildSpec
 from mstar.launch.deployment import open_deployment
+from mstar.launch.engine_start import start_engine
 from mstar.launch.machine import torch_threads
 from mstar.launch.rank import Place, build_rank
 from mstar.worker.heartbeat import HeartbeatThread
@@ -44,8 +45,7 @@ def run_worker_process(spec: ChildSpec) -> None:
         progress=_LoadReports(bus, spec.rank),
         announce=announce,
     )
-    parts.engine.warmup()
-    parts.engine.capture()
+    start_engine(parts.engine)
     calibrate_steps(deployment.config, compiled, spec.rank, parts)
     gc.collect()
     gc.freeze()  # what was loaded stays; collections during serving need not walk it

@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mstar.engine.chunking import ChunkingPolicy, allot
+from mstar.engine.chunking import MIN_CHUNK, ChunkingPolicy, allot
 from mstar.engine.engine import Engine
 from mstar.engine.step_cost import StepCost
 from mstar.worker.candidates import Run
 from mstar.worker.pace import AS_FORETOLD, Pace
 
-MIN_CHUNK = 16
-"""Tokens that a step with chunks computes of them at least, so that rows that decode, however many, starve no prompt.
-Below, a step is all overhead."""
 MIN_TIMED_CHUNK = 8
 """The same where chunks are cut by time: less, because deep in a long prompt each token takes its time."""
 CHUNK_STEP_S = 0.1

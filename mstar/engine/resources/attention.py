@@ -25,11 +25,11 @@ from mstar.kernels.fused_norms import HeadNorms
 
 
 class AttentionFacts(NamedTuple):
-    """Host facts of one step."""
+    """Host facts of one step. `planned`: as in `AttentionMeta`."""
 
     causal: bool
     rows: HostRows
-    captured: bool
+    planned: bool
 
 
 class _Current:
@@ -109,7 +109,7 @@ class Attention(Resource[AttentionStep]):
         n, num_tokens = ctx.rows.handles.size, ctx.num_tokens
         key = self.kv.key
         table, lens = ctx.staging[key + ".block_table"][:n], ctx.staging[key + ".kv_lens"][:n]
-        facts = AttentionFacts(step.causal, HostRows(table, lens, starts[: n + 1], ctx.single), ctx.captured)
+        facts = AttentionFacts(step.causal, HostRows(table, lens, starts[: n + 1], ctx.single), not ctx.captured)
         if ctx.single and starts.size == num_tokens + 1:
             starts[:] = self._count_up(starts.size)
             return facts
@@ -131,7 +131,8 @@ class Attention(Resource[AttentionStep]):
     def narrow(self, plan: AttentionFacts, begin: int, end: int) -> AttentionFacts:
         table, lens, starts, single = plan.rows
         own = starts[begin : end + 1] - starts[begin]
-        return plan._replace(rows=HostRows(table[begin:end], lens[begin:end], own, single))
+        # Of any number of pieces: a backend keeps no more plans at a time than there are steps on their way.
+        return plan._replace(rows=HostRows(table[begin:end], lens[begin:end], own, single), planned=False)
 
     def layer(self, index: int) -> LayerAttention:
         return LayerAttention(self.backend, self.kv.layer(index), self._num_heads, self._current)
@@ -150,6 +151,6 @@ class Attention(Resource[AttentionStep]):
             plan.causal,
             self.kv.writing,
             plan.rows,
-            plan.captured,
+            plan.planned,
         )
         self.backend.plan(self._current.meta)

@@ -44,8 +44,8 @@ class HostRows(NamedTuple):
 
 class AttentionMeta(NamedTuple):
     """A step's rows as the device sees them. `block_table` int32 [rows, pages], `kv_lens` int32 [rows] (keys including
-    the step's own), `q_starts` int32 [rows + 1], `slots` int32 [tokens]. `captured`: what is launched depends on their
-    shapes alone, so there can be no plan."""
+    the step's own), `q_starts` int32 [rows + 1], `slots` int32 [tokens]. `planned`: the backend may plan on the host;
+    otherwise what it launches depends on their shapes alone, as where it is captured."""
 
     block_table: Tensor
     kv_lens: Tensor
@@ -55,7 +55,7 @@ class AttentionMeta(NamedTuple):
     causal: bool
     write: bool
     host: HostRows
-    captured: bool
+    planned: bool
 
 
 class AttentionBackend(Protocol):

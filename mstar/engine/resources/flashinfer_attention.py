@@ -64,7 +64,7 @@ class _Bound(FlashInferAttention):
         self._wrappers: list[Any] = [BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)]
 
     def plan(self, meta: AttentionMeta) -> None:
-        if meta.captured or meta.host.single:
+        if not meta.planned or meta.host.single:
             return
         self._wrappers.reverse()
         need = self._need
@@ -85,7 +85,7 @@ class _Bound(FlashInferAttention):
         )
 
     def attend(self, q: Tensor, pages: LayerPages, meta: AttentionMeta, out: Tensor) -> None:
-        if meta.captured or meta.host.single:
+        if not meta.planned or meta.host.single:
             super().attend(q, pages, meta, out)
         else:
             self._wrappers[0].run(q, (pages.k, pages.v), out=out)

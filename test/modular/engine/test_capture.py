@@ -1,6 +1,7 @@
 """Captured walks: which bucket a step takes, what its padding holds, when it runs eagerly, what cannot be captured."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,17 @@ from support.engine_rig import GREEDY, EngineRig, prompts, take
 from support.tiny_decoder import NODE, TinyDecoder
 
 from mstar.communication.messages import SamplingParams
-from mstar.engine.bucket_capture import CaptureError
-from mstar.engine.cuda_graph_config import BatchedCudaGraphConfig, BucketKey, CudaGraphConfig, StaticInput
+from mstar.engine.bucket_capture import capture_sizes
+from mstar.engine.capture_failure import CaptureError
+from mstar.engine.cuda_graph_config import (
+    BatchedCudaGraphConfig,
+    BucketKey,
+    CudaGraphConfig,
+    PackedCudaGraphConfig,
+    StaticInput,
+)
 from mstar.engine.cuda_graph_runner import Bucket, GraphHandle, GraphRunner
+from mstar.engine.engine_config import EngineConfig
 from mstar.engine.staging import DeviceBlock, LayoutCache, StepShape
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, NodeSubmodule, RowColumns
 from mstar.kernels import ops
@@ -220,4 +229,95 @@ def test_a_capture_that_fails_ends_start_up_by_name():
             return (CudaGraphConfig("decode", capture_batch_sizes=(1,)),)
 
     with pytest.raises(CaptureError, match="CudaGraphConfig of walk 'decode'"):
-        EngineRig({NODE: Other()})
+        EngineRig({NODE: Other()}, capture_sizes=(1,))
+
+
+class _Recording(GraphHandle):
+    """Where graphs are an accelerator's: while one is recorded, reading a value raises."""
+
+    def capture(self, run: Callable[[], None], memory: object = None) -> None:
+        run()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", self._refuse)
+            run()
+        self._run, self.is_recorded = run, True
+
+    @staticmethod
+    def _refuse(_: torch.Tensor) -> None:
+        raise RuntimeError("not permitted when the stream is capturing")
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mstar.engine.cuda_graph_runner.GraphHandle.capture", _Recording.capture)
+
+
+@pytest.mark.usefixtures("recording")
+@pytest.mark.parametrize("config", [{}, {"capture_sizes": (4,)}, {"capture_sizes": (4,), "capture_tokens": (16,)}])
+def test_a_backend_that_cannot_be_captured_serves_eagerly(config: dict[str, Any], caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="mstar.engine.bucket_capture"):
+        rig = EngineRig(backends={"attn": "torch_ref"}, **config)
+    rig.engine.warmup()
+    assert rig.engine._nodes[NODE].graphs.num_buckets == 0
+    assert any("'decode' runs eagerly" in line for line in caplog.messages) == bool(config)
+    rig.open(0, PROMPTS[0])
+    rig.generate([0], 6)
+    assert rig.out[0] == rig.decoder.reference_greedy(PROMPTS[0], 6)
+
+
+def test_nothing_is_captured_where_the_deployment_says_so():
+    class Declared(TinyDecoder):
+        def get_cuda_graph_configs(self) -> Sequence[CudaGraphConfig]:
+            return (BatchedCudaGraphConfig("decode", capture_batch_sizes=(3,)), PackedCudaGraphConfig("prefill"))
+
+    node = Declared()
+    rig = EngineRig({NODE: node}, capture_sizes=(), capture_tokens=())
+    assert node.batch_sizes == [] and rig.engine._nodes[NODE].graphs.num_buckets == 0
+
+
+class _Failing(TinyDecoder):
+    """Fails with `error`, and the recording that it ends with another."""
+
+    error: Exception = RuntimeError("no kernel for this shape")
+
+    def forward_batched(self, graph_walk: str, inputs: EngineInputs) -> NodeOutputs:
+        try:
+            raise self.error
+        finally:
+            raise RuntimeError("the recording was ended by an error")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no kernel for this shape"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_failure_says_why_and_what_helps(error: Exception):
+    node = _Failing()
+    node.error = error
+    with pytest.raises(CaptureError) as caught:
+        EngineRig({NODE: node}, capture_sizes=(2,))
+    said = str(caught.value)
+    assert said.startswith("capture of LLM 'decode' at 2 rows failed: the recording was ended by an error (after ")
+    assert str(error) in said
+    if isinstance(error, torch.OutOfMemoryError):
+        assert all(key in said for key in ("memory_fraction", "num_pages", "capture.batch_sizes"))
+    else:
+        assert "capture.enabled: false" in said
+    with pytest.raises(CaptureError, match=r"^warm-up of LLM 'decode' at 1 rows failed: ") as caught:
+        EngineRig({NODE: node}).engine.warmup()
+    assert "capture." not in str(caught.value)  # would not help
+
+
+def test_steps_that_a_chunk_makes_longer_than_they_should_be_are_captured():
+    """Eight rows that decode beside a chunk of 64, where steps should have 64 tokens: 72."""
+    declared = PackedCudaGraphConfig("prefill")
+
+    def tokens(align: int, **config: Any) -> list[int]:
+        settings = {"max_rows": 9, "max_seq_len": 64, "capacity": 9, **config}
+        return sorted({size.tokens or 0 for size in capture_sizes(declared, EngineConfig(**settings), align)})
+
+    assert tokens(64, capture_tokens=(32, 64)) == [32, 64, 72]
+    assert tokens(1, capture_tokens=(16,)) == [16, 24]
+    assert tokens(64, capture_tokens=(64, 72)) == [64, 72]
+    assert tokens(64, capture_tokens=(64, 200)) == [64, 200]  # the chunk is cut shorter
+    assert tokens(64, capture_tokens=(64,), max_rows=256) == [64, 128, 256, 319]
+    assert tokens(64) == []

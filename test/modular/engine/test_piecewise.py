@@ -9,7 +9,7 @@ import torch
 from support.engine_rig import EngineRig, take
 from torch import Tensor
 
-from mstar.engine.bucket_capture import CaptureError
+from mstar.engine.capture_failure import CaptureError
 from mstar.engine.cuda_graph_config import (
     PiecewiseBatchedConfig,
     PiecewiseConfig,
@@ -111,8 +111,22 @@ def test_sizes_are_the_deployments():
     node = Encoder()
     rig_of(node)
     assert [list(node.regions[name].sizes) for name in ("sums", "double")] == [[4, 8], [2, 4]]
+    rig_of(node, capture_sizes=(4, 16, 16), capture_tokens=())  # of at most 8 rows
+    assert list(node.regions["double"].sizes) == [4, 8]
     rig_of(node, capture_sizes=None, capture_tokens=())  # on a CPU nothing by itself
     assert [list(node.regions[name].sizes) for name in ("sums", "double")] == [[], []]
+
+
+def test_regions_report_each_size():
+    rig, seen = rig_of(Encoder()), []
+    assert rig.engine.capture(lambda *state: seen.append(state)) == 4
+    assert seen == [
+        ("capture encoder sums", 0, 4),
+        ("capture encoder sums", 1, 4),
+        ("capture encoder double", 2, 4),
+        ("capture encoder double", 3, 4),
+        ("capture", 4, 4),
+    ]
 
 
 def test_a_region_that_fails_ends_start_up_by_name():
