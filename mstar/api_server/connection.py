@@ -11,6 +11,7 @@ import resource
 import secrets
 from typing import Any, ClassVar
 
+import httptools
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -30,6 +31,8 @@ REFUSED_WAIT_S = 2.0
 TOO_MANY = Failure(503, "too_many_connections", "This server has too many connections. Try again later.")
 HEAD_TOO_LARGE = Failure(431, "head_too_large", f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
 WRONG_VERSION = Failure(505, "http_version_not_supported", "This server speaks HTTP/1.1 and HTTP/1.0.")
+INVALID = Failure(400, "invalid_http", "Invalid HTTP request received.")
+NO_PROXY = Failure(400, "invalid_http", "This server is no proxy.")
 REASONS = {
     400: b"Bad Request",
     431: b"Request Header Fields Too Large",
@@ -149,10 +152,38 @@ class FrontProtocol(HttpToolsProtocol):
             self._answer_and_close(TOO_MANY)
         elif not self.transport.is_closing():
             self._is_finished = False
-            super().data_received(data)
+            self._read(data)
             self._unfinished_bytes = 0 if self._is_finished else self._unfinished_bytes + len(data)
             if self._unfinished_bytes > MAX_HEAD_BYTES:
                 self._answer_and_close(HEAD_TOO_LARGE)
+
+    def _read(self, data: bytes) -> None:
+        """The parser stops behind the head of a request that offers another protocol, as if it had no body and were the
+        last one. Its head is read again without the offer, which a server may ignore (RFC 9110, 7.8)."""
+        self._unset_keepalive_if_required()
+        pieces: list[bytes | memoryview] = [data]
+        while pieces and not self.transport.is_closing():
+            piece = pieces.pop()
+            assert self.parser is not None
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as offer:
+                if self.parser.get_method() == b"CONNECT":
+                    self._answer_and_close(NO_PROXY)
+                    return
+                pieces += (memoryview(piece)[offer.args[0] :], self._head_without_offer())
+                self.parser = httptools.HttpRequestParser(self)  # the old one may expect nothing any more
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class does
+            except httptools.HttpParserError:
+                self.logger.warning(INVALID.message)
+                self._answer_and_close(INVALID)
+
+    def _head_without_offer(self) -> bytes:
+        """Of the request whose head was read last."""
+        assert self.parser is not None
+        version = self.parser.get_http_version().encode()
+        fields = b"".join(b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, fields)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_refusal()
@@ -183,7 +214,7 @@ class FrontProtocol(HttpToolsProtocol):
         assert self.parser is not None
         if self.parser.get_http_version() not in ("1.0", "1.1"):
             self._answer_and_close(WRONG_VERSION)
-        if not self.transport.is_closing():
+        if not self.transport.is_closing() and not self.parser.should_upgrade():
             super().on_headers_complete()
             self._read_on()
             extensions: dict[str, Any] = self.scope.setdefault("extensions", {})  # type: ignore[assignment]
@@ -197,11 +228,9 @@ class FrontProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_finished = True
-        if not self.transport.is_closing():
+        assert self.parser is not None
+        if not self.transport.is_closing() and not self.parser.should_upgrade():
             super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._answer_and_close(Failure(400, "invalid_http", msg))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
