@@ -8,6 +8,7 @@ finally `plan.done`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,8 +26,8 @@ from mstar.engine.step_plan import StepDone, StepPlan
 
 @dataclass(slots=True)
 class StepWork:
-    """See the module docstring. `queued`: device work of the resources that comes before the forward. Called as a whole
-    or, where what rows may draw is not known yet, as `forward` and later `draw`."""
+    """See the module docstring. `queued`: device work of the resources that comes before the forward, also for rows of
+    later steps. Called as a whole or, where what rows may draw is not known yet, as `forward` and later `draw`."""
 
     node: NodeRuntime
     plan: StepPlan
@@ -47,8 +48,9 @@ class StepWork:
     def forward(self) -> None:
         """Everything up to the logits."""
         try:
-            for work in self.queued:
-                work()
+            with ExitStack() as every:  # whatever one raises, the others run
+                for work in reversed(self.queued):
+                    every.callback(work)
             node, plan = self.node, self.plan
             assert plan.slot is not None and plan.layout is not None
             block = node.block if plan.bucket is None else plan.bucket.block

@@ -45,8 +45,9 @@ class TokenCounts:
     def reset(self, row: int, prompt_ids: np.ndarray) -> None:
         """A request takes `row`; `prompt_ids` int64, inside the vocabulary."""
         if row >= self.output.shape[0]:
-            self.output = _grown(self.output, row)
-            self.prompt = _grown(self.prompt, row)
+            # Memory may run out in between: then the tables stay as they are, of one length.
+            output, prompt = _grown(self.output, row), _grown(self.prompt, row)
+            self.output, self.prompt = output, prompt
         self.output[row] = 0
         self.prompt[row] = False
         if prompt_ids.size:
@@ -96,13 +97,11 @@ class TokenBiases:
     def reset(self, row: int, ids: np.ndarray, values: np.ndarray, floor_ids: np.ndarray) -> None:
         """A request takes `row`. `floor_ids`: tokens that `add` masks while the row is under its floor."""
         if row >= self.ids.shape[0] or ids.size > self.ids.shape[1] or floor_ids.size > self.floor_ids.shape[1]:
-            self.ids = _grown(self.ids, row, ids.size)
-            self.values = _grown(self.values, row, ids.size)
-            num_columns = self.floor_ids.shape[1]
-            self.floor_ids = _grown(self.floor_ids, row, floor_ids.size)
-            self.floor_ids[:, num_columns:] = self.floor_ids[
-                :, :1
-            ]  # zeros would mask token 0 of the rows that are here
+            grown_ids, grown_values = _grown(self.ids, row, ids.size), _grown(self.values, row, ids.size)
+            grown_floor = _grown(self.floor_ids, row, floor_ids.size)
+            # Zeros would mask token 0 of the rows that are here.
+            grown_floor[:, self.floor_ids.shape[1] :] = grown_floor[:, :1]
+            self.ids, self.values, self.floor_ids = grown_ids, grown_values, grown_floor
         self.ids[row] = 0
         self.values[row] = 0.0
         self.ids[row, : ids.size] = to_device(ids, self._device)

@@ -8,8 +8,10 @@ parameters, seed and draw index, never on its neighbours.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -37,9 +39,12 @@ from mstar.engine.spec import SamplerSpec
 from mstar.engine.staging import StagingField
 from mstar.engine.step import Rows, SamplerStep
 
+log = logging.getLogger(__name__)
+
 _NO_LOGITS = torch.empty((0, 0))
 
 _NOT_FINITE = "the model's logits are not finite (NaN or infinity), or no token is left that may be drawn"
+_NOT_WRITTEN = "what the request asks of the sampler could not be written to the device, which is short of memory"
 
 _GROUP_FIELDS: Mapping[str, Mapping[str, Literal["int64", "float32"]]] = {
     "sampled": {"rows": "int64", "handles": "int64", "uniform": "float32"},
@@ -72,8 +77,11 @@ class Sampler(Resource[SamplerStep]):
         self._biases = TokenBiases(device)
         self._draws = row_draws(DrawTables(self._table, self._counts, self._biases), device)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._work: list[Work] = []
-        self._fresh: list[int] = []
+        self._fresh: dict[int, list[Work]] = {}
+        """Opened since the last submit, with the resets of their table rows."""
+        self._unwritten: set[int] = set()
+        """Handles whose parameters or table rows are not those of their request (executor; `settle` asks after a step's
+        event)."""
         self._staged: Mapping[str, Tensor] = {}
         self.drawn: Tensor = self._tokens[:0]
         """What the running step draws (executor); an output that is this very tensor stays in the live column."""
@@ -87,7 +95,7 @@ class Sampler(Resource[SamplerStep]):
         if self.samples_text and config.prompt_ids is not None:
             check_prompt(config.prompt_ids, self.vocab_size)
         self.columns.open(handle, params, self._stream)
-        self._fresh.append(handle)
+        self._fresh[handle] = []
         if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
             self._open_counts(handle, config.prompt_ids)
         if params.bias_ids or self.columns.min_tokens[handle] > 0:
@@ -98,6 +106,7 @@ class Sampler(Resource[SamplerStep]):
 
     def close(self, handle: int) -> None:
         self.columns.close(handle)
+        self._fresh.pop(handle, None)
         self._count_rows.release(handle)
         self._bias_rows.release(handle)
 
@@ -147,7 +156,10 @@ class Sampler(Resource[SamplerStep]):
         failed = (host[self.key + ".tokens"] == FAILED_TOKEN) & plan.kept
         if not np.count_nonzero(failed):
             return {}
-        return dict.fromkeys(rows.handles[failed].tolist(), _NOT_FINITE)
+        return {
+            handle: _NOT_WRITTEN if handle in self._unwritten else _NOT_FINITE
+            for handle in rows.handles[failed].tolist()
+        }
 
     def layer(self, index: int) -> SamplerLayer:
         return SamplerLayer(self)
@@ -163,11 +175,11 @@ class Sampler(Resource[SamplerStep]):
     def drain_work(self) -> Sequence[Work]:
         if not self._fresh:
             return ()
-        handles = np.array(sorted(set(self._fresh)), np.int64)
+        fresh, self._fresh = self._fresh, {}
+        handles = np.array(sorted(fresh), np.int64)
         values = self.columns.params[handles]
-        work = [lambda: self._write_params(handles, values), *self._work]
-        self._fresh, self._work = [], []
-        return work
+        params = partial(self._write, tuple(fresh), partial(self._write_params, handles, values))
+        return [params, *(partial(self._write, (handle,), reset) for handle, of in fresh.items() for reset in of)]
 
     def begin_forward(self, plan: SamplingPlan, staging: Mapping[str, Tensor]) -> None:
         self._plan = plan
@@ -213,6 +225,8 @@ class Sampler(Resource[SamplerStep]):
             allowed = None
         if plan.plain and allowed is None:
             return
+        if self._unwritten:
+            plan = self._without_unwritten(plan, tokens)
         asked = self._fields("asked", plan.asked)["rows"] if plan.asked.size else None
         adjusted: Mapping[str, Tensor] | None = None
         raw, raw_rows = logits, asked
@@ -234,6 +248,19 @@ class Sampler(Resource[SamplerStep]):
             self._counts.count(adjusted["counts"], tokens[adjusted["rows"]].long().clamp_(min=0))
         if asked is not None and raw_rows is not None:
             self._logprobs = self._draws.log_probabilities(raw, raw_rows, asked, tokens, plan.num_top)
+
+    def _without_unwritten(self, plan: SamplingPlan, tokens: Tensor) -> SamplingPlan:
+        """Rows fail that need what could not be written; the tables may not even have their rows."""
+        needing = np.union1d(plan.sampled.rows, plan.adjusted.rows)
+        failing = needing[np.isin(plan.handles[needing], list(self._unwritten))]
+        if not failing.size:
+            return plan
+        tokens.index_fill_(0, to_device(failing, self._device), FAILED_TOKEN)
+        plan = plan.unadjusted(failing)
+        names = self._names["adjusted"]
+        left = self._uploaded(plan.adjusted)
+        self._staged = {**self._staged, **{names[name]: column for name, column in left.items()}}
+        return plan
 
     def host_outputs(self, plan: SamplingPlan) -> Mapping[str, Tensor]:
         outputs = {self.key + ".tokens": self.drawn}
@@ -268,7 +295,7 @@ class Sampler(Resource[SamplerStep]):
         row = self._count_rows.take(handle)
         self.columns.wants[handle] |= COUNT
         prompt = np.empty(0, np.int64) if prompt_ids is None else prompt_ids.astype(np.int64)
-        self._work.append(lambda: self._counts.reset(row, prompt))
+        self._fresh[handle].append(lambda: self._counts.reset(row, prompt))
 
     def _open_biases(self, handle: int, params: SamplingParams) -> None:
         row = self._bias_rows.take(handle)
@@ -276,10 +303,25 @@ class Sampler(Resource[SamplerStep]):
         ids = np.array(params.bias_ids, np.int64)
         values = np.array(params.bias_values, np.float32)
         floor_ids = np.array(params.stop_token_ids if params.min_tokens > 0 else (), np.int64)
-        self._work.append(lambda: self._biases.reset(row, ids, values, floor_ids))
+        self._fresh[handle].append(lambda: self._biases.reset(row, ids, values, floor_ids))
 
     def _write_params(self, handles: np.ndarray, values: np.ndarray) -> None:
+        self._unwritten.difference_update(handles.tolist())
         self._table[to_device(handles, self._device)] = to_device(values, self._device)
+
+    def _write(self, handles: Sequence[int], write: Work) -> None:
+        """Where memory runs out, the requests of `handles` fail when they draw, and no others."""
+        lost = True
+        try:
+            write()
+            lost = False
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, torch.AcceleratorError):
+                raise
+            log.warning("%s: what %d requests ask for could not be written: %s", self.key, len(handles), error)
+        finally:
+            if lost:
+                self._unwritten.update(handles)
 
 
 class SamplerLayer:

@@ -6,7 +6,7 @@ Loop thread. A step of plain greedy rows has an empty plan and costs an argmax; 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,10 @@ class RowGroup:
     def narrow(self, begin: int, end: int) -> RowGroup:
         inside = (self.rows >= begin) & (self.rows < end)
         return RowGroup(self.rows[inside] - begin, {name: column[inside] for name, column in self.columns.items()})
+
+    def without(self, rows: np.ndarray) -> RowGroup:
+        others = ~np.isin(self.rows, rows)
+        return RowGroup(self.rows[others], {name: column[others] for name, column in self.columns.items()})
 
 
 class CapturedDraw(NamedTuple):
@@ -96,6 +100,13 @@ class SamplingPlan:
             if old.size:
                 columns[name][old] = self.adjusted.columns[name]
         return RowGroup(every, columns)
+
+    def unadjusted(self, rows: np.ndarray) -> SamplingPlan:
+        """The plan in which the logits of `rows` (int64) stay as they are: nothing is read of their tables."""
+        adjusted = self.adjusted.without(rows)
+        has_counts = bool(adjusted.size) and bool(adjusted.columns["counts"].any())
+        has_biases = bool(adjusted.size) and bool(adjusted.columns["biases"].any())
+        return replace(self, adjusted=adjusted, has_counts=has_counts, has_biases=has_biases)
 
     def narrow(self, begin: int, end: int) -> SamplingPlan:
         """The plan of rows `begin:end` alone."""

@@ -1,7 +1,8 @@
 """What fails whom: a forward that raises, memory that runs out, rows that may not share a forward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,9 @@ from support.tiny_decoder import NODE, TinyDecoder
 
 from mstar.communication.messages import SamplingParams
 from mstar.engine import fault_log
+from mstar.engine.resources import logit_adjust
+from mstar.engine.resources.logit_adjust import TokenBiases, TokenCounts
+from mstar.engine.resources.sampler import Sampler
 from mstar.engine.submodule import EngineInputs, NodeBatch, NodeOutputs, RowColumns
 from mstar.platforms.executor import ThreadedExecutor
 
@@ -160,6 +164,125 @@ def test_halves_of_which_one_has_asked_for_logprobs():
     for handle in (0, 1):
         assert rig.out[handle] == rig.decoder.reference_greedy(PROMPTS[handle], 2)
     rig.close_all()
+
+
+BIASED = SamplingParams(
+    temperature=0.7, top_p=0.5, repetition_penalty=1.7, bias_ids=(5,), bias_values=(3.0,), seed=3, max_tokens=24,
+    min_tokens=4, stop_token_ids=(7,),
+)  # fmt: skip
+
+
+def raising(plain: Callable[..., Any], error: BaseException, at: int) -> Callable[..., Any]:
+    """`plain`, but call number `at` (from 0) raises."""
+    calls: list[None] = []
+
+    def run(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == at + 1:
+            raise error
+        return plain(*args)
+
+    return run
+
+
+LOST = [
+    (Sampler, "_write_params", 0, {1, 2, 3}),
+    (TokenCounts, "reset", 0, {1}),
+    (TokenCounts, "reset", 1, {2}),
+    (TokenCounts, "reset", 2, {3}),
+    (TokenBiases, "reset", 0, {2}),
+    (TokenBiases, "reset", 1, {3}),
+    (logit_adjust, "_grown", 1, {1}),
+    (logit_adjust, "_grown", 4, {2}),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "at", "failing"), LOST)
+@pytest.mark.parametrize("first", [[0, 1], [0, 1, 2, 3], [0]])
+def test_memory_for_a_table_fails_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: int, failing: set[int], first: list[int]
+):
+    """Whoever is in the step with which the tables are written; the others' tokens are those that they always have."""
+    params = [GREEDY, PENALIZED, BIASED, BIASED]
+    rigs = [EngineRig(), EngineRig()]
+    for rig in rigs:
+        for handle in range(4):
+            rig.open(handle, PROMPTS[handle], params[handle])
+    calm, short = rigs
+    calm.generate(range(4), 6)
+    with monkeypatch.context() as patch:
+        error = OUT_OF_MEMORY[at % len(OUT_OF_MEMORY)]
+        patch.setattr(owner, name, raising(getattr(owner, name), error, at))
+        step = short.prefill(*first)
+    failed = dict(step.failed)
+    later = [handle for handle in range(4) if handle not in first]
+    if later:
+        failed |= short.prefill(*later).failed
+    assert failed.keys() == failing
+    assert all("could not be written" in reason for reason in failed.values())
+    for handle in failing:
+        short.engine.memory.close(handle)
+    left = sorted({0, 1, 2, 3} - failing)
+    for _ in range(5):
+        assert not short.decode(*left).failed
+    assert [short.out[handle] for handle in left] == [calm.out[handle] for handle in left]
+    for handle in failing:  # memory is there again
+        short.open(handle, PROMPTS[handle], params[handle])
+    assert not short.prefill(*failing).failed
+    for _ in range(5):
+        short.decode(*failing)
+    assert [short.out[handle] for handle in failing] == [calm.out[handle] for handle in failing]
+    short.close_all()
+
+
+def test_a_row_without_its_table_that_was_planned_ahead_is_harmless(monkeypatch: pytest.MonkeyPatch):
+    rig = EngineRig()
+    for handle in range(3):
+        rig.open(handle, PROMPTS[handle], PENALIZED if handle == 1 else GREEDY)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(logit_adjust, "_grown", raising(logit_adjust._grown, error, 0))
+    cur = rig.arm(take("prefill", [0, 1, 2]))
+    rig.engine.submit(cur)
+    nxt = rig.arm(take("decode", [0, 1, 2]))
+    rig.engine.submit(nxt)  # before anybody knows
+    rig.end(cur)
+    assert cur.failed.keys() == {1}
+    rig.end(nxt)
+    for handle in (0, 2):
+        assert rig.out[handle] == rig.decoder.reference_greedy(PROMPTS[handle], 2)
+    rig.close_all()
+
+
+def test_a_request_that_ends_before_its_first_step_takes_no_table():
+    rig = EngineRig()
+    rig.open(0, PROMPTS[0])
+    rig.open(1, PROMPTS[1], PENALIZED)
+    rig.engine.memory.close(1)
+    rig.open(1, PROMPTS[1])
+    assert not rig.prefill(0, 1).failed
+    assert rig.sampler._counts.num_bytes == 0
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_device_work_that_raises_takes_no_later_work_with_it(threaded: bool):
+    rig = EngineRig(executor=ThreadedExecutor() if threaded else None)
+    calm = EngineRig()
+    for each in (rig, calm):
+        for handle in (0, 1):
+            each.open(handle, PROMPTS[handle], BIASED)
+    calm.generate([0, 1], 4)
+    plain = rig.kv.drain_work
+
+    def broken() -> None:
+        raise ValueError("no such page")
+
+    rig.kv.drain_work = lambda: [broken, *plain()]
+    step = rig.prefill(0)
+    assert step.failed.keys() == {0} and "no such page" in step.failed[0]
+    rig.kv.drain_work = plain
+    rig.generate([1], 4)
+    assert rig.out[1] == calm.out[1]
+    rig.executor.close()
 
 
 class Alone(TinyDecoder):
