@@ -22,6 +22,8 @@ MAX_LOGPROBS = 20
 MAX_INT = 2**31 - 1
 MAX_SALT_CHARS = 256
 MAX_BIAS = 100
+MAX_BIASES = 1024
+"""Each row that wants any has room for as many as the longest list."""
 MAX_PATTERN_CHARS = 4096
 MAX_TEXT_CHOICES = 1024
 MAX_GRAMMAR_CHARS = 65536
@@ -151,7 +153,8 @@ class GenerationFields(RequestFields):
     logit_bias: Annotated[
         dict[str, Annotated[Finite, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None,
         BeforeValidator(_check_biases),
-        Field(description="Token id (as a string) → value added to its logit."),
+        at_most(MAX_BIASES, "entries"),
+        Field(description=f"Token id (as a string) → value added to its logit; up to {MAX_BIASES}."),
     ] = None
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

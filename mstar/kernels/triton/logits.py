@@ -15,6 +15,7 @@ from mstar.kernels.triton.draw import key_of, logit_of
 from mstar.kernels.triton.launch import dependent_launch, next_power_of_2, wait_for_inputs
 
 _BLOCK = 4096
+_LIST_BLOCK = 256
 _LOWEST = tl.constexpr(-9999.0)
 _INDEX_MASK = tl.constexpr((1 << 22) - 1)
 _REPETITION, _PRESENCE, _FREQUENCY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
@@ -51,23 +52,24 @@ def _change_kernel(
     tl.store(own, x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ids", "num_floor"])  # they grow while requests come: no compiling then
 def _bias_kernel(
-    logits, rows, bias_rows, ids, values, floor_ids, floors, stride, num_ids, num_floor,
-    IDS: tl.constexpr, FLOOR: tl.constexpr,
-):  # fmt: skip
+    logits, rows, bias_rows, ids, values, floor_ids, floors, stride, num_ids, num_floor, BLOCK: tl.constexpr
+):
     entry = tl.program_id(0).to(tl.int64)
     bias_row = tl.load(bias_rows + entry)
     if bias_row > 0:
         own = logits + tl.load(rows + entry) * stride
-        at = tl.arange(0, IDS)
-        value = tl.load(values + bias_row * num_ids + at, mask=at < num_ids, other=0.0)
-        column = tl.load(ids + bias_row * num_ids + at, mask=at < num_ids, other=0)
-        tl.atomic_add(own + column, value, mask=value != 0)
+        for begin in range(0, num_ids, BLOCK):
+            at = begin + tl.arange(0, BLOCK)
+            value = tl.load(values + bias_row * num_ids + at, mask=at < num_ids, other=0.0)
+            column = tl.load(ids + bias_row * num_ids + at, mask=at < num_ids, other=0)
+            tl.atomic_add(own + column, value, mask=value != 0)
         if tl.load(floors + entry) < 0:
-            below = tl.arange(0, FLOOR)
-            masked = tl.load(floor_ids + bias_row * num_floor + below, mask=below < num_floor, other=0)
-            tl.atomic_add(own + masked, tl.full([FLOOR], float("-inf"), tl.float32), mask=below < num_floor)
+            for begin in range(0, num_floor, BLOCK):
+                below = begin + tl.arange(0, BLOCK)
+                masked = tl.load(floor_ids + bias_row * num_floor + below, mask=below < num_floor, other=0)
+                tl.atomic_add(own + masked, tl.full([BLOCK], float("-inf"), tl.float32), mask=below < num_floor)
 
 
 def mask_and_penalize(
@@ -100,7 +102,7 @@ def add_biases(
     int64 ``[n]`` (0: none), and -inf at its ``floor_ids`` where ``floors`` fp32 ``[n]`` is negative."""
     _bias_kernel[(rows.shape[0],)](
         logits, rows, bias_rows, ids, values, floor_ids, floors, logits.stride(0), ids.shape[1], floor_ids.shape[1],
-        IDS=next_power_of_2(ids.shape[1]), FLOOR=next_power_of_2(floor_ids.shape[1]), num_warps=4,
+        BLOCK=_LIST_BLOCK, num_warps=4,
     )  # fmt: skip
 
 

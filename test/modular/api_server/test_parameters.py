@@ -113,6 +113,10 @@ def test_limits_of_counts_work(front: RunningFront):
     assert len(front.chat(n=128, max_tokens=1).json()["choices"]) == 128
     assert front.chat(stop=["x" * 256] * 16, max_tokens=1).status_code == 200
     assert front.chat(stop=[], max_tokens=1).status_code == 200
+    error = refused(front, CHAT, logit_bias={str(token): 1 for token in range(1025)})
+    assert error["param"] == "logit_bias" and "1025 entries" in error["message"] and "1024" in error["message"]
+    error = refused(front, CHAT, logit_bias={str(token): 1 for token in range(1024)})  # the vocabulary has 400
+    assert error["param"] == "logit_bias" and "vocabulary" in error["message"]
     assert refused(front, TEXT, prompt=["a"] * 200, n=3)["param"] == "n"
     assert refused(front, TEXT, prompt=["a"] * 513)["param"] == "prompt"
 

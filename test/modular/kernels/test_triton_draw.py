@@ -78,6 +78,36 @@ def test_adjusted_logits_have_the_same_bits(masked: bool) -> None:
         assert found[0][1][2] == -1
 
 
+def test_long_lists_of_biases_have_the_same_bits() -> None:
+    """Longer than what the kernel takes at once, and of lengths that no block divides."""
+    vocab, generator = 5000, np.random.default_rng(2)
+    tables = []
+    for device in (CPU, DEVICE):
+        biases = TokenBiases(device)
+        tables.append((biases, DrawTables(torch.ones(4, 7, device=device), TokenCounts(vocab, device), biases)))
+    for row, (num_ids, num_floor) in enumerate([(3001, 1), (0, 777), (256, 256), (1, 0)], 1):
+        ids, values = generator.permutation(vocab)[:num_ids], generator.uniform(-100, 100, num_ids).astype(np.float32)
+        floor_ids = generator.permutation(vocab)[:num_floor]
+        for biases, _ in tables:
+            biases.reset(row, ids, values, floor_ids)
+    logits = random(4, vocab, seed=2)
+    group = RowGroup(np.arange(4), {
+        "handles": np.arange(4), "counts": np.zeros(4, np.int64), "biases": np.array([2, 1, 4, 3]),
+        "floor": np.array([-np.inf, 0, 0, -np.inf], np.float32),
+    })  # fmt: skip
+    plan = SamplingPlan(np.arange(4), np.ones(4, bool), adjusted=group, has_biases=True)
+    found = []
+    for each in (TorchDraws(tables[0][1]), KernelDraws(tables[1][1], KERNELS.sampling)):
+        device = CPU if isinstance(each, TorchDraws) else DEVICE
+        own, tokens = logits.to(device, copy=True), torch.zeros(4, dtype=torch.int32, device=device)
+        fields = {name: torch.from_numpy(v).to(device) for name, v in {"rows": group.rows, **group.columns}.items()}
+        each.adjust(own, tokens, plan, fields, None)
+        found.append((own.cpu(), tokens.cpu()))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert (found[1][0] != logits).sum(1)[:3].tolist() == [777, 3001, 1]
+    assert found[1][0].isinf().sum(1).tolist() == [777, 0, 0, 256]
+
+
 class Row:
     """Parameters of random draws: every kind of cut and none, alone and together."""
 
