@@ -19,8 +19,9 @@ class Section(BaseModel):
 
 class ResourceTuning(Section):
     """Size of one resource, by its key. At most one of `num_pages` (of a cache) or `num_slots` (of recurrent states, of
-    requests and snapshots together) and `memory_fraction`; none: on a CPU the smaller of 4 GiB and a quarter of the
-    free memory, on an accelerator 0.8 of it; half of that for states where there are any. `host_bytes`: memory of the
+    requests and snapshots together) and `memory_fraction`, of what the weights and everything with a size leave; none:
+    a share of the rest, on a CPU the smaller of 4 GiB and a quarter of it, on an accelerator 0.8; half of that for
+    states where there are any. `host_bytes`: memory of the
     host that a cache or states may be moved to when a request is preempted, beside their own; 0: none. `max_bytes`: of
     features of images and videos that are kept for later requests; 256 MiB without it. `dtype`: of what recurrent
     states keep in fp32 otherwise."""

@@ -28,8 +28,11 @@ class EngineConfig:
     """`capacity`: handles 0 to capacity - 1. `max_rows`: rows of one step at most. `dtype`: of weights, activations and
     caches, bf16 or fp32; logits and what the sampler computes are fp32.
 
-    A cache is sized by `num_pages[key]` (pages that requests can own); caches without an entry share `resource_bytes`
-    in proportion to their page size, or have room for `max_rows` requests of `max_seq_len` when that is None.
+    `resource_bytes`: memory for all resources (None: as much as they ask for). A cache is sized by `num_pages[key]`
+    (pages that requests can own), or by `memory_fractions[key]` of what is left beside everything that has a size.
+    Caches and pools of states without either share `cache_share` of the rest, `most_cache_bytes` at most: caches in
+    proportion to their page size. Without a limit these have room for `max_rows` requests of `max_seq_len`.
+
     `backends[key]`: attention or linear attention backend of the deployment's choice. `capture_sizes`: rows of captured
     buckets for declarations that name none (empty: such walks run eagerly, at their exact size; None: the platform's
     sizes, see `auto_capture_sizes`). `capture_tokens`: tokens of captured buckets of packed rows, up to those of the
@@ -44,9 +47,10 @@ class EngineConfig:
     `host_bytes[key]`: host memory that a cache, or a pool of states, may offload preempted requests to. `fingerprint`
     names the weights.
 
-    A pool of recurrent states is sized by `num_slots[key]` (slots that requests and snapshots can own); pools without
-    an entry get half of `resource_bytes`, up to three slots for each of `max_rows`, and caches what is left. Snapshots
-    are also made every `snapshot_interval` tokens of a prompt (0: only where it ends and where prompts part).
+    A pool of recurrent states is sized by `num_slots[key]` (slots that requests and snapshots can own) or its fraction;
+    pools with neither get half of what is shared, up to three slots for each of `max_rows`, and caches what is left of
+    it. Snapshots are also made every `snapshot_interval` tokens of a prompt (0: only where it ends and where prompts
+    part).
 
     `state_dtypes[key]`: of the wide blocks of a pool of recurrent states, fp32 without an entry.
 
@@ -66,6 +70,9 @@ class EngineConfig:
     num_slots: Mapping[str, int] = field(default_factory=dict)
     state_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     resource_bytes: int | None = None
+    memory_fractions: Mapping[str, float] = field(default_factory=dict)
+    cache_share: float = 1.0
+    most_cache_bytes: int | None = None
     backends: Mapping[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] | None = ()
     capture_tokens: tuple[int, ...] = ()

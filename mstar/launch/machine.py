@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +11,7 @@ from mstar.config.load import ConfigError
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.cuda_executor import CudaExecutor
 from mstar.engine.engine_config import AUTO_CAPTURE_TOKENS, EngineConfig
+from mstar.engine.resource_sizes import memory_text
 from mstar.engine.spec import NodeResourceSpec, PagedKVSpec, RecurrentStateSpec
 from mstar.model.base import AUTO_STEP_PATCHES
 from mstar.platforms import current_platform
@@ -19,11 +21,20 @@ from mstar.platforms.platform import DeviceType
 CPU_CACHE_BYTES = 4 << 30
 CPU_CACHE_SHARE = 0.25
 DEVICE_CACHE_SHARE = 0.8
-"""What is left is for activations, captured graphs and the scratch memory of kernels."""
+"""Of what the weights, and resources with a size, will leave. The rest is for activations, captured graphs and the
+scratch memory of kernels."""
 AUTO_STEP_TOKENS = 2048
 AUTO_DEVICE_STEP_TOKENS = 8192
 AUTO_DEVICE_STEP_PATCHES = 131_072
 """All blocks of a small tower over 2048 patches of one image, or 4096 of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What weights take: those of one worker, and those of all workers of the host."""
+
+    weight_bytes: int
+    all_weight_bytes: int
 
 
 def torch_device(config: DeploymentConfig) -> torch.device:
@@ -71,17 +82,22 @@ def engine_config(
     max_seq_len: int,
     capacity: int,
     stored_signals: Mapping[str, frozenset[str]],
-    weight_bytes: int,
+    memory: WorkerMemory,
     fingerprint: str,
 ) -> EngineConfig:
     """Sizes of the engine's resources on one worker, which hosts the nodes of `specs` and is about to load their
-    weights, which `fingerprint` names. Caches without a size of their own share what is left for caches."""
+    weights, which `fingerprint` names.
+
+    Raises:
+        ConfigError: the weights do not fit.
+    """
     declared = [resource for spec in specs for resource in spec.resources]
     caches = {resource.key for resource in declared if isinstance(resource, PagedKVSpec)}
     states = {resource.key for resource in declared if isinstance(resource, RecurrentStateSpec)}
     tuned = {key: tuning for key, tuning in config.resources.items() if key in caches | states}
     pages = {key: tuning.num_pages for key, tuning in tuned.items() if tuning.num_pages is not None}
     slots = {key: tuning.num_slots for key, tuning in tuned.items() if tuning.num_slots is not None}
+    on_cpu = _device_type(config) == "cpu"
     return EngineConfig(
         device=torch_device(config),
         dtype=torch_dtype(config),
@@ -91,7 +107,10 @@ def engine_config(
         num_pages=pages,
         num_slots=slots,
         state_dtypes={key: getattr(torch, tuning.dtype) for key, tuning in tuned.items() if tuning.dtype is not None},
-        resource_bytes=_cache_bytes(config, (caches | states) - pages.keys() - slots.keys(), weight_bytes),
+        resource_bytes=_resource_bytes(config, memory),
+        memory_fractions={key: t.memory_fraction for key, t in tuned.items() if t.memory_fraction is not None},
+        cache_share=CPU_CACHE_SHARE if on_cpu else DEVICE_CACHE_SHARE,
+        most_cache_bytes=CPU_CACHE_BYTES if on_cpu else None,
         backends={key: t.backend for key, t in config.resources.items() if t.backend is not None},
         capture_sizes=_capture_sizes(config),
         capture_tokens=_capture_tokens(config),
@@ -136,15 +155,26 @@ def _capture_tokens(config: DeploymentConfig) -> tuple[int, ...]:
     return tuple(sorted({min(tokens, most) for tokens in AUTO_CAPTURE_TOKENS}))
 
 
-def _cache_bytes(config: DeploymentConfig, caches: Set[str], weight_bytes: int) -> int:
-    """Bytes that these caches of one worker share, of what the weights will leave."""
+def _resource_bytes(config: DeploymentConfig, memory: WorkerMemory) -> int:
+    """What a worker has for its resources: an equal part of what the weights of all workers leave of the device, and no
+    more than its own leave of what is free. The first does not depend on which of the others have started."""
     device = _device_type(config)
-    free = max(0, current_platform.free_memory_bytes(device) // config.num_workers - weight_bytes)
-    tuned = [config.resources[key].memory_fraction for key in sorted(caches & config.resources.keys())]
-    fractions = [fraction for fraction in tuned if fraction is not None]
-    if fractions:
-        return int(free * max(fractions))
-    return int(min(CPU_CACHE_BYTES, free * CPU_CACHE_SHARE) if device == "cpu" else free * DEVICE_CACHE_SHARE)
+    free = current_platform.free_memory_bytes(device)
+    left = free - memory.weight_bytes
+    if config.num_workers > 1:
+        total = current_platform.total_memory_bytes(device)
+        left = min(left, (total - memory.all_weight_bytes) // config.num_workers)
+        if memory.all_weight_bytes >= total:
+            raise ConfigError(
+                f"the weights of the {config.num_workers} workers, which share a device, take "
+                f"{memory_text(memory.all_weight_bytes)}, and it has {memory_text(total)}; use a smaller checkpoint"
+            )
+    if left <= 0:
+        raise ConfigError(
+            f"the weights take {memory_text(memory.weight_bytes)}, and {memory_text(free)} of memory are free; end "
+            f"what else uses it, or use a smaller checkpoint"
+        )
+    return left
 
 
 def _device_type(config: DeploymentConfig) -> DeviceType:

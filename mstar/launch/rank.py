@@ -19,6 +19,7 @@ from mstar.graph.program import CompiledGraph
 from mstar.kernels.selection import select_kernels
 from mstar.launch.deployment import Deployment
 from mstar.launch.machine import (
+    WorkerMemory,
     device_executor,
     engine_config,
     step_patches,
@@ -147,17 +148,18 @@ def _sizes(
     """What the rank's nodes declare, the sizes of it, and what the weights will take."""
     local = compiled.nodes_on(settings.rank)
     specs = [spec for spec in model.get_node_resources() if spec.node in local]
-    weights = _weights(deployment, local)
+    weights = [_weights(deployment, model, compiled.nodes_on(rank)) for rank in range(deployment.config.num_workers)]
+    own = weights[settings.rank]
     sizes = engine_config(
         deployment.config,
         specs,
         deployment.setup.max_seq_len,
         settings.capacity,
         compiled.stored_signals(settings.rank),
-        weight_bytes=sum(row.num_bytes for row in weights),
+        WorkerMemory(_num_bytes(own), sum(map(_num_bytes, weights))),
         fingerprint=checkpoint_fingerprint(deployment),
     )
-    return specs, sizes, weights
+    return specs, sizes, own
 
 
 def load_nodes(
@@ -177,14 +179,20 @@ def load_nodes(
     return {node: build_submodule(deployment.card, node, context).eval() for node in compiled.nodes_on(rank)}
 
 
-def _weights(deployment: Deployment, nodes: Sequence[str]) -> list[PlanRow]:
+def _weights(deployment: Deployment, model: Model, nodes: Sequence[str]) -> list[PlanRow]:
+    """Of a worker with these nodes."""
     checkpoint = deployment.checkpoint()
-    if checkpoint is None:
+    if checkpoint is None or not nodes:
         return []
-    count, dtype = num_parameters(checkpoint), torch_dtype(deployment.config)
+    dtype = torch_dtype(deployment.config)
+    count = num_parameters(checkpoint, lambda name: any(model.reads_weight(node, name) for node in nodes))
     name = str(dtype).removeprefix("torch.")
     detail = f"{count / 1e6:,.1f} M parameters of the checkpoint in {name}, for {', '.join(nodes)}"
     return [PlanRow("weights", detail, count * dtype.itemsize)]
+
+
+def _num_bytes(rows: Sequence[PlanRow]) -> int:
+    return sum(row.num_bytes for row in rows)
 
 
 def checkpoint_fingerprint(deployment: Deployment) -> str:

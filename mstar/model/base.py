@@ -225,6 +225,10 @@ class Model(ABC):
         """The model's own request parameters: validated before `process_prompt`, which gets them as `parameters`."""
         return NoParameters
 
+    def reads_weight(self, node: str, name: str) -> bool:
+        """Whether `node` loads the tensor of the checkpoint with this Hugging Face name: memory is planned with it."""
+        return True
+
     def stop_token_ids(self) -> Sequence[int]:
         """End tokens of the model (chat end included)."""
         return ()

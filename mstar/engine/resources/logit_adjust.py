@@ -35,6 +35,11 @@ class TableRows:
             self.of[handle] = 0
 
 
+def count_row_bytes(vocab_size: int) -> int:
+    """Of a row of `TokenCounts`, which a request with penalties has."""
+    return vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
+
+
 class TokenCounts:
     """How often each token occurred: `output` int32 [rows, vocab] counts drawn tokens, `prompt` bool [rows, vocab]."""
 

@@ -44,15 +44,18 @@ def weight_names(checkpoint: ResolvedCheckpoint) -> list[str]:
     return [name for file in weight_files(checkpoint.path) for name in _names_in(file)]
 
 
-def num_parameters(checkpoint: ResolvedCheckpoint) -> int:
-    """Elements of all weights, from the headers."""
+def num_parameters(checkpoint: ResolvedCheckpoint, names: Selection = None) -> int:
+    """Elements of all weights, or of those that `names` selects as in `iter_weights`, from the headers."""
     if checkpoint.kind == "gguf":
-        return sum(math.prod(entry.shape) for entry in hf_names(read_gguf_header(checkpoint.path)).values())
+        entries = hf_names(read_gguf_header(checkpoint.path))
+        return sum(math.prod(entries[name].shape) for name in _select(entries, names, checkpoint.path))
+    files = {name: file for file in weight_files(checkpoint.path) for name in _names_in(file)}
+    selected = _select(files, names, checkpoint.path)
     total = 0
-    for file in weight_files(checkpoint.path):
-        names = _names_in(file)
+    for file in dict.fromkeys(files.values()):
         with safe_open(file, framework="pt", device="cpu") as opened:
-            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in names)
+            own = (name for name in selected if files[name] == file)
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in own)
     return total
 
 

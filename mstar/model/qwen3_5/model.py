@@ -54,6 +54,8 @@ ENCODE = "encode"
 """Both the walk that encodes media and its loop."""
 EMBED = "embed"
 ENCODER_CACHE = "encoded_media"
+VISION_WEIGHTS = "model.visual."
+"""How the names of the tower's tensors in a checkpoint begin."""
 THINKING = Markers("<think>", "</think>")
 
 
@@ -164,6 +166,9 @@ class Qwen35Model(Model):
         limits[VISION_STEPS] = EncodePlan(grids, self.config.vision, self.setup.max_step_patches).num_steps
         return WalkPlan((PartitionPlan(PARTITION, (ENCODE, "prefill", "decode")),), limits)
 
+    def reads_weight(self, node: str, name: str) -> bool:
+        return name.startswith(VISION_WEIGHTS) if node == VISION else is_of_language_model(name)
+
     def stop_token_ids(self) -> Sequence[int]:
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.prompts.eos_token_ids)))
 
@@ -178,3 +183,9 @@ class Qwen35Model(Model):
 
     def input_modalities(self) -> Sequence[str]:
         return ("text",) if self.config.vision is None else self.card.modalities_in
+
+
+def is_of_language_model(name: str) -> bool:
+    """Whether the network reads a checkpoint's tensor: not those of the vision tower, nor those that predict several
+    tokens at once, which are published beside the model."""
+    return not name.startswith((VISION_WEIGHTS, "mtp."))

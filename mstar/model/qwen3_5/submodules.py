@@ -9,7 +9,7 @@ from mstar.model.loader.module_loading import load_weights
 from mstar.model.loader.weights import iter_weights
 from mstar.model.qwen3_5.config import Qwen35Config
 from mstar.model.qwen3_5.language_submodule import LanguageSubmodule
-from mstar.model.qwen3_5.model import ENCODE, ENCODER_CACHE, VISION
+from mstar.model.qwen3_5.model import ENCODE, ENCODER_CACHE, VISION, is_of_language_model
 from mstar.model.qwen3_5.network import Qwen35Network
 from mstar.model.qwen3_5.vision_submodule import build_vision
 from mstar.model.submodule_context import SubmoduleContext
@@ -33,12 +33,6 @@ def build_submodule(node_name: str, context: SubmoduleContext) -> NodeSubmodule:
     )
     pack_weights(network)
     return LanguageSubmodule(network, config.media)
-
-
-def is_of_language_model(name: str) -> bool:
-    """Whether the network reads a checkpoint's tensor: not those of the vision tower, nor those that predict several
-    tokens at once, which are published beside the model."""
-    return not name.startswith(("model.visual.", "mtp."))
 
 
 def load_rules(config: Qwen35Config) -> LoadRules:

@@ -22,10 +22,10 @@ from mstar.model.loader.weights import iter_weights
 from mstar.model.qwen3_5.config import Qwen35Config
 from mstar.model.qwen3_5.encode_steps import Blocks, EncodePlan, Grid, Part, Work
 from mstar.model.qwen3_5.media_rules import MediaRules
+from mstar.model.qwen3_5.model import VISION_WEIGHTS
 from mstar.model.qwen3_5.vision import Segments, VisionTower
 from mstar.model.submodule_context import SubmoduleContext
 
-WEIGHTS_PREFIX = "model.visual."
 ALL_BLOCKS = "blocks"
 MOST_CAPTURED = 4096
 """Patches; launching the blocks of more of them one by one takes less time than computing them."""
@@ -205,11 +205,11 @@ def build_vision(
         raise ValueError("qwen3_5: there is no vision tower without a vision_config and a checkpoint")
     rules = MediaRules.read(context.setup.tokenizer_dir)
     tower = VisionTower(config.vision, rules.mean, rules.std, dtype=context.dtype, device="meta")
-    weights = iter_weights(context.checkpoint, dtype=context.dtype, names=lambda name: name.startswith(WEIGHTS_PREFIX))
+    weights = iter_weights(context.checkpoint, dtype=context.dtype, names=lambda name: name.startswith(VISION_WEIGHTS))
     load_weights(
         tower,
         ((name, _as_matrix(name, tensor)) for name, tensor in weights),
-        LoadRules(renames=(RenameRule(WEIGHTS_PREFIX, ""),)),
+        LoadRules(renames=(RenameRule(VISION_WEIGHTS, ""),)),
         device=context.device,
         progress=context.progress,
     )

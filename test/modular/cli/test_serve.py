@@ -87,10 +87,11 @@ def test_the_memory_plan_comes_before_anything_is_loaded(checkpoint, weights, tm
     assert events == ["plan", "load", "allocate"]
     assert caplog.messages == []
     sizes = {row.name: row.num_bytes for row in rows}
-    assert set(sizes) == {"weights", "kv", "rope"}
+    assert set(sizes) == {"weights", "kv", "rope", "sampler"}
     assert sizes["weights"] == sum(parameter.nbytes for parameter in weights.parameters())
     heads = weights.config.num_key_value_heads * weights.config.head_dim
     assert sizes["kv"] == (9 + 1) * 64 * weights.config.num_hidden_layers * 2 * heads * 4
+    assert sizes["sampler"] == (256 + 1) * weights.config.vocab_size * 5
     assert sizes["rope"] == 256 * weights.config.head_dim * 4
 
 

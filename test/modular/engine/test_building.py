@@ -187,8 +187,8 @@ def test_declarations_that_do_not_fit_end_start_up():
         start(node, NodeResourceSpec(NODE, (sampler, AttentionSpec("a", "kv", 2))))
     with pytest.raises(ValueError, match="3 heads over 2 key-value heads"):
         start(node, NodeResourceSpec(NODE, (sampler, PagedKVSpec("kv", 1, 2, 8), AttentionSpec("a", "kv", 3))))
-    with pytest.raises(ValueError, match="room for -1 pages"):
-        start(node, NodeResourceSpec(NODE, (sampler, PagedKVSpec("kv", 1, 2, 8))), resource_bytes=10)
+    with pytest.raises(ValueError, match=r"resources.kv: 1 of its pages and an empty one take 16.00 KiB"):
+        start(node, NodeResourceSpec(NODE, (sampler, PagedKVSpec("kv", 1, 2, 8))), resource_bytes=130)
     with pytest.raises(ValueError, match="two ways"):
         start(node, NodeResourceSpec(NODE, (sampler,)), NodeResourceSpec(NODE, (SamplerSpec("s", 9),)))
     with pytest.raises(ValueError, match="'fast' is unknown"):
@@ -216,10 +216,12 @@ def test_caches_share_the_memory_by_page_size():
 
     two = NodeResourceSpec(NODE, (SamplerSpec("s", 8), PagedKVSpec("a", LAYERS, 2, 8, 4), PagedKVSpec("b", 1, 1, 8, 4)))
     big, small = 2 * LAYERS * 4 * 2 * 8 * 4, 2 * 4 * 8 * 4  # bytes of a page
-    engine = start(_Node(_Layer("s")), two, resource_bytes=5 * (big + small))
-    config = EngineConfig(**SIZES, resource_bytes=5 * (big + small))
+    counts = (2 + 1) * 8 * 5  # of the sampler: an int32 and a bool for each token
+    engine = start(_Node(_Layer("s")), two, resource_bytes=counts + 5 * (big + small))
+    config = EngineConfig(**SIZES, resource_bytes=counts + 5 * (big + small))
     plan = {row.name: row for row in plan_memory([two], config)}
     assert plan["a"].num_bytes == 5 * big and plan["b"].num_bytes == 5 * small
+    assert plan["s"].num_bytes == counts
     assert "16 tokens in 4 pages of 4" in plan["a"].detail  # one more is the sink
     assert engine.memory.most_tokens() == 16
 

@@ -262,7 +262,7 @@ def test_states_take_half_of_the_memory_and_no_more_than_three_slots_a_row():
     assert rich.slots == {"state": 12} and rich.pages == {"kv": min(87 * SLOT // PAGE_BYTES - 1, 16 * 8)}
     assert sizes(resource_bytes=5 * SLOT).slots == {"state": 2}
     assert sizes().slots == {"state": 12} and sizes(num_slots={"state": 5}).slots == {"state": 5}
-    with pytest.raises(ValueError, match=r"resources.state: 2 slots take 384 bytes; give them more memory"):
+    with pytest.raises(ValueError, match=r"resources.state: 2 of its slots and an empty one take 384 bytes"):
         sizes(resource_bytes=SLOT)
 
 

@@ -12,9 +12,9 @@ from mstar.model.base import ModelSetup
 from mstar.model.loader.errors import CheckpointError
 from mstar.model.loader.module_loading import load_weights
 from mstar.model.qwen3_5.config import Qwen35Config
-from mstar.model.qwen3_5.model import LANGUAGE, Qwen35Model
+from mstar.model.qwen3_5.model import LANGUAGE, Qwen35Model, is_of_language_model
 from mstar.model.qwen3_5.network import Qwen35Network
-from mstar.model.qwen3_5.submodules import is_of_language_model, load_rules
+from mstar.model.qwen3_5.submodules import load_rules
 
 TOLERANCE = 1e-4
 PROMPT = torch.randint(3, 140, (150,), generator=torch.Generator().manual_seed(5)).tolist()
