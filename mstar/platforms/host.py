@@ -56,11 +56,13 @@ def total_memory_bytes() -> int:
 
 def free_memory_bytes() -> int:
     """Memory that can still be taken without swapping: what the kernel calls available, cut by what is left of the
-    control group's limit."""
+    control group's limit. Pages of files that have not been used lately count as free in both."""
     meminfo = _meminfo()
     free = meminfo.get("MemAvailable") or meminfo.get("MemFree") or total_memory_bytes()
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
-    return max(0, min(free, limit - used)) if limit is not None and used is not None else free
+    if limit is None or used is None:
+        return free
+    return max(0, min(free, limit - max(0, used - _cgroup_unused_file_bytes())))
 
 
 def _meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
@@ -101,6 +103,18 @@ def _cgroup_bytes(name: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _cgroup_unused_file_bytes() -> int:
+    """Pages of files that the kernel drops first when the group needs memory: `inactive_file` of its statistics."""
+    group = _cgroup_dir()
+    if group is None:
+        return 0
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _cgroup_quota() -> float | None:

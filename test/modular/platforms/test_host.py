@@ -65,6 +65,13 @@ def test_a_memory_limit_cuts_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert host.free_memory_bytes() == (2 << 30) - (1 << 29)
 
 
+def test_cached_files_of_a_group_do_not_count_as_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(host, "_meminfo", lambda: {"MemTotal": 8 << 30, "MemAvailable": 6 << 30})
+    stat = f"anon 5\ninactive_file {1 << 30}\nactive_file 7"
+    _cgroup(monkeypatch, tmp_path, memory_max=str(2 << 30), memory_current=str(3 << 29), memory_stat=stat)
+    assert host.free_memory_bytes() == (2 << 30) - (1 << 29)
+
+
 def test_a_group_that_is_over_its_limit_has_nothing_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(host, "_meminfo", lambda: {"MemTotal": 8 << 30, "MemAvailable": 6 << 30})
     _cgroup(monkeypatch, tmp_path, memory_max="1000", memory_current="2000")
