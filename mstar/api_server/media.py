@@ -108,7 +108,7 @@ class MediaLoader:
             async with pool, pool.stream("GET", target, headers=HEADERS) as response:
                 if response.status not in REDIRECTS:
                     return await self._body(response, source.field, budget)
-                url = urljoin(url, _header(response, b"location").decode("latin-1"))
+                url = _redirected(url, _header(response, b"location").decode("latin-1"), source.field)
         most = self._config.max_redirects
         raise bad_request(
             f"{source.field}: the URL redirects more than {most} times.", source.field, "media_not_fetched"
@@ -209,8 +209,19 @@ def _split(url: str, field: str) -> tuple[SplitResult, str, int]:
             raise ValueError("it has no host")
         return parts, host, parts.port or PORTS[parts.scheme]
     except ValueError as error:  # UnicodeError is one
-        message = f"{field}: {url[:MAX_SHOWN]!r} cannot be fetched: {error}."
-        raise bad_request(message, field, "media_url_refused") from None
+        raise _unreadable(url, field, error) from None
+
+
+def _redirected(url: str, location: str, field: str) -> str:
+    """Where the answer of `url` leads."""
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        raise _unreadable(location, field, error) from None
+
+
+def _unreadable(url: str, field: str, error: ValueError) -> RefusedError:
+    return bad_request(f"{field}: {url[:MAX_SHOWN]!r} cannot be fetched: {error}.", field, "media_url_refused")
 
 
 def _header(response: httpcore.Response, name: bytes) -> bytes:

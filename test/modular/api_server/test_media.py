@@ -178,7 +178,8 @@ def test_redirects_are_followed_and_counted(qwen: RunningFront, site: Site):
 @pytest.mark.parametrize(
     "location",
     ["http://169.254.169.254/latest/meta-data/", "http://localhost/x", "file:///etc/passwd", "//other.example/x",
-     "http://127.0.0.1/x", "data:image/png;base64,AAAA", "http://127.0.0.1:1/", "", "\\\\other\\x"],
+     "http://127.0.0.1/x", "data:image/png;base64,AAAA", "http://127.0.0.1:1/", "", "\\\\other\\x",
+     "http://[", "//[::1", "http://[x]/", "//127.0.0.1:x/", "http://127.0.0.1:99999/"],
 )  # fmt: skip
 def test_a_redirect_elsewhere_is_not_followed(qwen: RunningFront, site: Site, location: str):
     """E16: every step is checked as the first URL was."""
