@@ -185,7 +185,7 @@ class ModelAnswer(Answer):
 
 
 class ModelsAnswer(Answer):
-    """All served names."""
+    """The served names, without addresses of files that are names too."""
 
     object: Literal["list"]
     data: list[ModelAnswer]

@@ -30,6 +30,8 @@ ADMIN_PATHS = "/debug/"
 """Where they begin."""
 OPEN_FOLDER = "/page/"
 """The built-in page's own files; what it shows needs a key."""
+LIVE_VIEW = "/debug/live"
+"""Asked for by the page all the time that it is open."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -131,14 +133,16 @@ def _is_among(digest: bytes, known: Sequence[bytes]) -> bool:
 
 
 def _log(scope: Scope, status: int, took_s: float, noted: dict[str, Any]) -> None:
-    """One line for each request; probes and scrapers come too often to be of interest. A stream's status is that of its
-    beginning, `outcome` says how it ended; `error` why it was refused."""
-    level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+    """One line for each request; probes, scrapers and the page come too often to be of interest. A stream's status is
+    that of its beginning, `outcome` says how it ended; `error` why it was refused."""
+    path = scope["path"]
+    is_routine = path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or (path == LIVE_VIEW and status == HTTPStatus.OK)
+    level = logging.DEBUG if is_routine else logging.INFO
     if "error" in noted and status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         level = logging.WARNING
     if not logger.isEnabledFor(level):
         return
-    fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": round(took_s, 4), **noted}
+    fields = {"method": scope["method"], "path": path, "status": status, "seconds": round(took_s, 4), **noted}
     words = f", {noted['prompt_tokens']} + {noted['outputs']} tokens, {noted['outcome']}" if "outcome" in noted else ""
     words += f": {noted['error']}" if "error" in noted else ""
     logger.log(
@@ -146,7 +150,7 @@ def _log(scope: Scope, status: int, took_s: float, noted: dict[str, Any]) -> Non
         "%s %s %s: %d in %.3f s%s",
         noted["request_id"],
         scope["method"],
-        scope["path"],
+        path,
         status,
         took_s,
         words,

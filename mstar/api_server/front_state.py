@@ -64,10 +64,15 @@ class FrontState:
         if self.tokenizer is not None:
             self.token_texts = TokenTexts(self.tokenizer)
 
+    @property
+    def listed_names(self) -> tuple[str, ...]:
+        """Those that a person would type: without the address of a wheel's file, which is an alias."""
+        return tuple(name for name in self.served_names if not name.startswith("pypi:")) or self.served_names
+
     def check_model(self, name: str | None) -> None:
         """Raises `RefusedError` (404) for a name that is not served. None: the request may leave it out."""
         if name is not None and name not in self.served_names:
-            served = ", ".join(self.served_names)
+            served = ", ".join(self.listed_names)
             message = f"The model '{name[:MAX_SHOWN]}' does not exist; this server has {served}."
             raise RefusedError(Failure(404, "model_not_found", message, "model"))
 

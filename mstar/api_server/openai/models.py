@@ -20,7 +20,7 @@ _OF_THE_CODE = ("title", "description")
 @router.get("/v1/models", **describe(None, "List the served models", answer=ModelsAnswer))
 async def list_models(request: Request) -> Response:
     front = front_of(request)
-    body = {"object": "list", "data": [_entry(front, name) for name in front.served_names]}
+    body = {"object": "list", "data": [_entry(front, name) for name in front.listed_names]}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 

@@ -51,7 +51,7 @@ export class Graph {
       if (!entry) continue;
       const ran = this.hasSeen && steps >= entry.steps ? steps - entry.steps : 0;
       const rate = seconds > 0 ? ran / seconds : 0;
-      const text = ran ? `${rate.toFixed(rate < 10 ? 1 : 0)} steps/s × ${((rows - entry.rows) / ran).toFixed(1)} rows` : `${steps} steps`;
+      const text = ran ? `${rate.toFixed(rate < 10 ? 1 : 0)} steps/s × ${((rows - entry.rows) / ran).toFixed(1)} rows` : `${steps} ${steps === 1 ? "step" : "steps"}`;
       for (const { box, count } of entry.boxes) {
         box.classList.toggle("lit", ran > 0);
         count.textContent = text;

@@ -217,6 +217,28 @@ def test_other_origins_are_allowed_only_when_configured(small: TestClient, front
     assert "access-control-allow-origin" not in front.http.get("/live", headers=ask).headers
 
 
+def test_what_is_asked_for_all_the_time_is_not_in_the_log(small: TestClient, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    key = {"authorization": "Bearer root"}
+    for path in ("/live", "/page/main.js", "/debug/live", "/debug/graph"):
+        assert small.get(path, headers=key).status_code == 200
+    assert small.get("/debug/live").status_code == 401
+    logged = [record.args[1:4] for record in caplog.records if isinstance(record.args, tuple) and len(record.args) == 6]
+    assert logged == [("GET", "/debug/graph", 200), ("GET", "/debug/live", 401)]
+
+
+def test_the_address_of_a_file_is_a_name_that_is_not_listed(front: RunningFront):
+    address = "pypi:a==1.0/a/b.gguf"
+    names = (MODEL, address, "other")
+    state = FrontState(handle=front.parts.handle, tokenizer=front.tokenizer, served_names=names, max_body_bytes=1000)
+    client = TestClient(create_app(state), raise_server_exceptions=False)
+    assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == [MODEL, "other"]
+    assert client.get(f"/v1/models/{address}").json()["id"] == address
+    assert "this server has tiny, other." in error_of(client.get("/v1/models/wrong"), 404)["message"]
+    state.served_names = (address,)
+    assert state.listed_names == (address,)
+
+
 def test_a_bug_is_a_500_in_shape(
     front: RunningFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
