@@ -1,4 +1,4 @@
-"""A batch of prompts in this process, without a server: python examples/offline.py [MODEL]"""
+"""A batch of prompts in this process, without a server: python examples/offline.py [TARGET], as for mstar serve"""
 
 import sys
 

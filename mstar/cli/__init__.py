@@ -109,11 +109,13 @@ def run(
 
 @app.command()
 def check(
-    file: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="TARGET", help="A configuration to check as well, as for serve.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check this machine, and a configuration if one is given: a file, or values of the default that --set changes.
-    Needs no accelerator."""
+    """Check this machine, and a configuration if one is given: as for serve, or values of the default that --set
+    changes. Needs no accelerator."""
     from mstar.cli.inspection import check_command
 
     default = DEFAULT_TARGET if overrides else None
@@ -122,7 +124,7 @@ def check(
 
 @app.command()
 def models() -> None:
-    """List the models that can be served, and the shipped configurations."""
+    """List the model families that can be served, and the shipped configurations."""
     from mstar.cli.inspection import models_command
 
     raise typer.Exit(models_command())
@@ -130,7 +132,7 @@ def models() -> None:
 
 @app.command()
 def make_checkpoint(
-    model: Annotated[str, typer.Argument(help="A model that makes them (qwen3_5).")],
+    model: Annotated[str, typer.Argument(help="A model family that makes them (qwen3_5).")],
     out: Annotated[Path, typer.Argument(help="A directory that is empty or is not there yet.")],
     size: Annotated[str, typer.Option(help="Shape of the model, e.g. tiny or 0.8b; a wrong one lists them.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Equal seeds give equal weights.")] = 0,

@@ -33,7 +33,7 @@ def check_command(target: str | None, overrides: Sequence[str]) -> int:
 def models_command() -> int:
     """Cards and shipped configurations."""
     console = Console()
-    table = Table("model", "serves")
+    table = Table("model family", "serves")
     table.add_column("default checkpoint", overflow="fold")  # whole: it is what a configuration would say
     for card in CARDS:
         table.add_row(
