@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from mstar.communication.messages import SamplingParams
@@ -30,6 +31,21 @@ ROUNDS = 6
 LEAST_TOKEN_S = 1e-8
 NEAR, FAR = 1, 2
 """Handles of the requests whose chunks are timed; those that decode follow. No request has one yet."""
+
+
+GREEDY = SamplingParams(temperature=0.0)
+EVERY_DRAW = SamplingParams(
+    top_p=0.5,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    bias_ids=(0,),
+    bias_values=(0.1,),
+    min_tokens=1,
+    stop_token_ids=(0,),
+    num_logprobs=1,
+)
+"""What has kernels of its own in a draw, all at once."""
 
 
 class DecodeWalk(NamedTuple):
@@ -55,12 +71,18 @@ class _Unmeasured(Exception):
 
 
 def measure_step_cost(
-    engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, *, budget_s: float = 1.5
+    engine: Engine,
+    chunks: ReadyKey,
+    decode: DecodeWalk | None,
+    *,
+    budget_s: float = 1.5,
+    sampling: SamplingParams = GREEDY,
 ) -> StepCost | None:
-    """Time some steps of `chunks`, a chunked walk without graph inputs, and of `decode`. About `budget_s` seconds; a
-    machine too slow for that is measured in fewer rounds. None: the node could not run them.
+    """Time some steps of `chunks`, a chunked walk without graph inputs, and of `decode`, whose rows draw by `sampling`.
+    About `budget_s` seconds; a machine too slow for that is measured in fewer rounds. None: the node could not run
+    them.
     """
-    timing = _Timing(engine, chunks, decode, time.monotonic() + budget_s)
+    timing = _Timing(engine, chunks, decode, time.monotonic() + budget_s, sampling)
     try:
         return timing.fit()
     except _Unmeasured:
@@ -72,11 +94,14 @@ def measure_step_cost(
 class _Timing:
     """The temporary requests and their steps."""
 
-    def __init__(self, engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, deadline: float) -> None:
+    def __init__(
+        self, engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, deadline: float, sampling: SamplingParams
+    ) -> None:
         self._engine = engine
         self._chunks = chunks
         self._decode = decode
         self._deadline = deadline
+        self._sampling = sampling
         self._opened: list[int] = []
 
     def close(self) -> None:
@@ -119,7 +144,8 @@ class _Timing:
     def _open_decoding(self) -> list[int]:
         """Requests that have drawn their first token. Raises `_Unmeasured`."""
         rows = min(DECODE_ROWS, self._engine.max_rows(self._chunks.node))
-        decoding = [handle for handle in range(FAR + 1, FAR + 1 + rows) if self._open(handle, 4, 2 * ROUNDS + 2)]
+        handles, most = range(FAR + 1, FAR + 1 + rows), 2 * ROUNDS + 2
+        decoding = [handle for handle in handles if self._open(handle, 4, most, self._sampling)]
         if decoding:
             self._run([Portion(_rows(self._chunks, decoding, ()))])
         return decoding
@@ -165,10 +191,10 @@ class _Timing:
             raise _Unmeasured
         return (step.event.ended_ns - step.event.began_ns) / 1e9
 
-    def _open(self, handle: int, num_prompt: int, max_tokens: int) -> bool:
+    def _open(self, handle: int, num_prompt: int, max_tokens: int, sampling: SamplingParams = GREEDY) -> bool:
         """False: there is no room."""
         memory = self._engine.memory
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         config = OpenConfig(sampling, np.zeros(num_prompt, np.int32), num_prompt + max_tokens, shares=False)
         memory.introduce(handle, config)
         self._opened.append(handle)

@@ -1,7 +1,8 @@
 """How long steps take on this machine, measured before the first request. Workers only: imports torch.
 
 For `scheduler.max_step_tokens: auto` on a CPU, where the time of a step follows its tokens closely. On an accelerator
-the same steps run for what a first run costs: kernels are compiled and chosen before a request waits for them. A node
+the same steps run for what a first run costs: kernels, those of every kind of draw among them, are compiled and chosen
+before a request waits for them. A node
 whose prompts must come with inputs from other nodes cannot be run alone; its steps are bounded by tokens.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.step_cost import StepCost
-from mstar.engine.step_timing import DECODE_ROWS, DecodeWalk, measure_step_cost
+from mstar.engine.step_timing import DECODE_ROWS, EVERY_DRAW, DecodeWalk, measure_step_cost
 from mstar.graph.program import CompiledGraph, NodeProgram
 from mstar.graph.protocol import ReadyKey
 from mstar.launch.machine import torch_device
@@ -26,7 +27,7 @@ def calibrate_steps(config: DeploymentConfig, compiled: CompiledGraph, rank: int
     """Measure the nodes of `rank` that can be, tell the scheduler, and log what it makes of it. Nothing runs yet."""
     if torch_device(config).type != "cpu":
         for chunks, decode in _measurable(compiled, rank, parts):
-            measure_step_cost(parts.engine, chunks, decode)
+            measure_step_cost(parts.engine, chunks, decode, sampling=EVERY_DRAW)
         return
     if config.scheduler.max_step_tokens != "auto":
         return

@@ -60,7 +60,7 @@ def test_attention_is_the_references(name: str, heads: int, kv_heads: int, dim: 
     on_device = LayerPages(pages.k.to(device), pages.v.to(device))
     moved = [column.to(device) for column in columns]
     host = HostRows(table, kv_lens, starts, all(span == 1 for span in spans))
-    meta = AttentionMeta(*moved, torch.zeros(0, dtype=torch.int32, device=device), dim**-0.5, True, True, host, False)
+    meta = AttentionMeta(*moved, torch.zeros(0, dtype=torch.int32, device=device), dim**-0.5, True, True, host, True)
     moved_q = wide.to(device).view(sum(spans), -1, dim)[:, :heads]
     for _ in range(3):  # wrappers take turns
         out = torch.full(q.shape, torch.nan, dtype=torch.bfloat16, device=device)

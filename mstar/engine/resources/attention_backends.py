@@ -18,6 +18,7 @@ from mstar.engine.resources.backend_choice import why_elsewhere
 from mstar.engine.resources.paged_kv import LayerPages
 from mstar.kernels import ops, reference
 from mstar.kernels.fused_norms import HeadNorms
+from mstar.kernels.triton.limits import why_no_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,10 @@ class AttentionBackend(Protocol):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
+    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
+        """None: it works; a library's kernels have run once. Otherwise the reason."""
+        ...
+
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         """The backend of one resource: one that keeps something between `plan` and `attend` is not shared."""
         ...
@@ -106,6 +111,9 @@ class TorchReference:
     def why_unavailable(self, need: AttentionNeed) -> str | None:
         return None
 
+    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
+        return None
+
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return self
 
@@ -137,8 +145,8 @@ class TorchReference:
 
 
 class PagedKernels:
-    """The operations of `mstar.kernels.ops`, compiled for the one type of device where that is possible, plain torch
-    otherwise."""
+    """The operations of `mstar.kernels.ops`, compiled for the one type of device; on a CPU plain torch for what has no
+    compiled kernel."""
 
     capturable = True
 
@@ -147,7 +155,12 @@ class PagedKernels:
         self._device_type = device_type
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
-        return why_elsewhere(self._device_type, need.device_type)
+        if (elsewhere := why_elsewhere(self._device_type, need.device_type)) is not None or need.device_type == "cpu":
+            return elsewhere
+        return why_no_attention(need.num_heads, need.num_kv_heads, need.head_dim)
+
+    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
+        return None
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return self

@@ -25,5 +25,5 @@ def choose_backend(
     key: str, need: AttentionNeed, wanted: str | None, device: torch.device | None = None
 ) -> AttentionBackend:
     """`backend_choice.choose`, bound to the resource: its device is `device`, or the first of `need.device_type`."""
-    chosen = choose("attention", key, need, wanted, BACKENDS, PREFERENCE)
-    return chosen.bind(need, torch.device(need.device_type) if device is None else device)
+    device = torch.device(need.device_type) if device is None else device
+    return choose("attention", key, need, wanted, BACKENDS, PREFERENCE, device).bind(need, device)

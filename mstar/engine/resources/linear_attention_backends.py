@@ -17,6 +17,7 @@ from mstar.engine.layer_handles import GatedDeltaWeights
 from mstar.engine.resources.backend_choice import why_elsewhere
 from mstar.kernels import ops, reference, reference_gated_delta
 from mstar.kernels.fused_norms import GatedNorm
+from mstar.kernels.triton.limits import why_no_delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class LinearAttentionBackend(Protocol):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
+    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
+        """None: it works; a library's kernels have run once. Otherwise the reason."""
+        ...
+
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         """Once per forward before the first layer mixes `num_tokens`: what `mix` gets as `meta`."""
         ...
@@ -91,6 +96,9 @@ class TorchReference:
     capturable = False
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
+        return None
+
+    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
         return None
 
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
@@ -126,8 +134,8 @@ class TorchReference:
 
 
 class GatedDeltaKernels:
-    """The operation of `mstar.kernels.ops`, compiled for the one type of device where that is possible, plain torch
-    otherwise."""
+    """The operation of `mstar.kernels.ops`, compiled for the one type of device; on a CPU plain torch for what has no
+    compiled kernel."""
 
     capturable = True
 
@@ -136,7 +144,12 @@ class GatedDeltaKernels:
         self._device_type = device_type
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
-        return why_elsewhere(self._device_type, need.device_type)
+        if (elsewhere := why_elsewhere(self._device_type, need.device_type)) is not None or need.device_type == "cpu":
+            return elsewhere
+        return why_no_delta(need.key_dim, need.value_dim, need.conv_kernel)
+
+    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
+        return None
 
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         return meta

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mstar.kernels.triton.launch import dependent_launch, dot, let_next_start, next_power_of_2, wait_for_inputs
+from mstar.kernels.triton.limits import why_no_attention
 from mstar.kernels.triton.rope import has_plain_slots
 
 _NOTHING = tl.constexpr(-1e30)
@@ -234,6 +235,5 @@ def serves(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, out
         and k_pages.stride() == v_pages.stride()
         and has_plain_slots(k_pages)
         and q.stride(2) == out.stride(2) == block_table.stride(1) == 1
-        and head_dim <= 256
-        and heads // k_pages.shape[2] <= 64
+        and why_no_attention(heads, k_pages.shape[2], head_dim) is None
     )

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mstar.kernels.fused_norms import GatedNorm
-from mstar.kernels.triton.launch import dependent_launch, let_next_start, next_power_of_2, wait_for_inputs
+from mstar.kernels.triton.launch import dependent_launch, let_next_start, wait_for_inputs
+from mstar.kernels.triton.limits import why_no_delta
 from mstar.kernels.triton.rows import gated_norm
 
 _EARLY_ROWS = 32
@@ -196,9 +197,8 @@ def gated_delta(
     value_heads, dim, value_dim = delta_state.shape[1:]
     past, channels = conv_state.shape[1:]
     rows = slots.shape[0]
-    is_power = dim == next_power_of_2(dim) and 16 <= dim <= 128
     inner = (qkv.stride(1), b.stride(1), a.stride(1), out.stride(1))
-    if dim != value_dim or not is_power or inner != (1,) * 4 or past != 3:
+    if inner != (1,) * 4 or why_no_delta(dim, value_dim, past + 1) is not None:
         return NotImplemented
     if not (delta_state[0].is_contiguous() and conv_state[0].is_contiguous()) or conv_state.dtype != qkv.dtype:
         return NotImplemented

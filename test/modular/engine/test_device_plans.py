@@ -1,13 +1,30 @@
 """What kernel libraries of an accelerator are told about a step, from host integers and from staged columns."""
 
+import logging
+import sys
+import types
+from typing import Any, NamedTuple
+
 import numpy as np
+import pytest
 import torch
+from support.engine_rig import EngineRig
 
 from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig, auto_capture_sizes
-from mstar.engine.resources.attention_backends import AttentionNeed, HostRows
-from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _Prompts
-from mstar.engine.resources.flashinfer_attention import FlashInferAttention, plan_columns
+from mstar.engine.resources import attention_choice, linear_attention_choice
+from mstar.engine.resources.attention import AttentionFacts
+from mstar.engine.resources.attention_backends import AttentionMeta, AttentionNeed, HostRows
+from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _Kernels, _Prompts
+from mstar.engine.resources.flashinfer_attention import FlashInferAttention, _Bound, plan_columns
 from mstar.engine.resources.linear_attention_backends import LinearAttentionMeta, LinearAttentionNeed
+
+
+class ChunkInputs(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    log2_decay: torch.Tensor
+    beta: torch.Tensor
 
 
 def test_pages_of_rows_one_after_the_other():
@@ -50,9 +67,127 @@ def test_what_the_libraries_cannot_serve_is_said():
     odd = AttentionNeed("cuda", torch.bfloat16, 8, 2, 96, 64)
     assert FlashInferAttention().why_unavailable(odd) == "heads of 64, 128, 256, not of 96"
     linear = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 16, 24, 4)
-    assert FlaLinearAttention().why_unavailable(linear) == "keys and values of 16, 32, 64, 128, 256, not of 16 and 24"
+    assert FlaLinearAttention().why_unavailable(linear) == "keys and values of 16, 32, 64, 128, not of 16 and 24"
     longer = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 16, 16, 5)
     assert FlaLinearAttention().why_unavailable(longer) == "convolutions of 4 taps, not of 5"
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (96, 96), (64, 128), (64, 64)])
+@pytest.mark.parametrize("name", ["fla", "triton"])
+def test_what_the_kernels_cannot_serve_is_not_chosen(name: str, dim: int, value_dim: int, library: None):
+    """Decode steps of either are the project's kernel's."""
+    kernels = pytest.importorskip("mstar.kernels.triton.gated_delta")
+    need = LinearAttentionNeed("cuda", torch.bfloat16, 2, 2, dim, value_dim, 4)
+    channels = 4 * dim + 2 * value_dim
+    states = torch.zeros(2, 3, channels), torch.zeros(2, 2, dim, value_dim)
+    columns = [torch.zeros(count, dtype=torch.int32) for count in (0, 0, 1)]
+    made = kernels.gated_delta(
+        torch.zeros(0, channels), torch.zeros(0, 2), torch.zeros(0, 2), torch.zeros(channels, 4), torch.zeros(2),
+        torch.zeros(2), *states, *columns, 2, torch.zeros(0, 2 * value_dim), 1, None,
+    )  # fmt: skip
+    assert (made is NotImplemented) == (dim != 64 or value_dim != 64)
+    assert (linear_attention_choice.BACKENDS[name].why_unavailable(need) is not None) == (made is NotImplemented)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 1, 512), (71, 1, 64), (128, 1, 128), (64, 1, 256)])
+def test_heads_that_the_kernels_cannot_serve_are_refused(heads: int, kv_heads: int, dim: int, library: None):
+    kernels = pytest.importorskip("mstar.kernels.triton.attention_decode")
+    need = AttentionNeed("cuda", torch.bfloat16, heads, kv_heads, dim, 64)
+    q, pages = torch.zeros(1, heads, dim), torch.zeros(2, 64, kv_heads, dim)
+    serves = kernels.serves(q, pages, pages, torch.zeros(1, 1, dtype=torch.int32), q.clone())
+    assert serves == (heads == 64)
+    for name in ("triton", "flashinfer"):
+        assert (attention_choice.BACKENDS[name].why_unavailable(need) is None) == serves
+
+
+class _Wrapper:
+    """In place of FlashInfer's: `value` everywhere, or `error`."""
+
+    value: float = 1.0
+    error: Exception | None = None
+    runs = 0
+
+    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
+        assert workspace.dtype is torch.uint8 and layout == "NHD"
+
+    def plan(self, starts: torch.Tensor, page_starts: torch.Tensor, *rest: Any, **more: Any) -> None:
+        self.planned = starts.tolist(), page_starts.tolist()
+
+    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+        if self.error is not None:
+            raise self.error
+        assert self.planned == ([0, 2], [0, 1])
+        _Wrapper.runs += 1
+        out.fill_(self.value)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both libraries are there."""
+    module = types.ModuleType("flashinfer")
+    module.__dict__["BatchPrefillWithPagedKVCacheWrapper"] = _Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("mstar.engine.resources.flashinfer_attention._WORKSPACE_BYTES", 8)
+    monkeypatch.setattr(_Wrapper, "runs", 0)
+
+
+CUDA = AttentionNeed("cuda", torch.bfloat16, 8, 2, 64, 16)
+CPU = torch.device("cpu")
+
+
+def test_flashinfer_has_run_before_it_is_chosen(library: None, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.backend_choice"):
+        assert attention_choice.choose_backend("attn", CUDA, None, CPU).name == "flashinfer"
+    assert _Wrapper.runs == 1
+    assert caplog.messages[0].startswith("trying FlashInfer: ") and "two minutes" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"error": OSError("nvcc: not found")}, "OSError: nvcc: not found"),
+        ({"value": 0.5}, "RuntimeError: the attention"),
+    ],
+)
+def test_a_library_that_fails_is_not_chosen(
+    library: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any], said: str
+):
+    for name, value in wrong.items():
+        monkeypatch.setattr(_Wrapper, name, value)
+    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.backend_choice"):
+        assert attention_choice.choose_backend("attn", CUDA, None, CPU).name == "triton"
+    assert f"backend triton (not flashinfer: {said}" in caplog.messages[-1]
+    with pytest.raises(ValueError, match=f"flashinfer: {said}"):
+        attention_choice.choose_backend("attn", CUDA, "flashinfer", CPU)
+
+
+def test_linear_attention_is_tried_too(library: None, monkeypatch: pytest.MonkeyPatch):
+    need = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 16, 16, 4)
+    made = torch.zeros(1, 2, 4, 16)
+
+    def run(*_: Any, **given: Any) -> Any:
+        return ChunkInputs(*[torch.zeros(1)] * 5) if "g" not in given else (made, made, torch.zeros(2, 4, 16, 16))
+
+    prompts = _Kernels(run, run, run, lambda **_: made)
+    monkeypatch.setattr("mstar.engine.resources.fla_linear_attention._kernels", lambda: prompts)
+    choose = linear_attention_choice.choose_backend
+    assert choose("delta", need, None, CPU).name == "fla"
+    made += 1
+    assert choose("delta", need, None, CPU).name == "triton"
+    monkeypatch.setattr("mstar.engine.resources.fla_linear_attention._kernels", lambda: {}["fla"])
+    with pytest.raises(ValueError, match="fla: KeyError"):
+        choose("delta", need, "fla", CPU)
+
+
+def test_pieces_of_a_step_are_served_without_a_plan():
+    rows = HostRows(np.zeros((3, 1), np.int32), np.ones(3, np.int32), np.array([0, 2, 3, 5], np.int32), single=False)
+    attention = EngineRig().resource("attn")
+    own = attention.narrow(AttentionFacts(True, rows, planned=True), 1, 3)
+    assert own.rows.q_starts.tolist() == [0, 1, 3] and not own.planned
+    bound = object.__new__(_Bound)  # with nothing to plan with
+    column = torch.zeros(1)
+    bound.plan(AttentionMeta(column, column, column, column, 1.0, True, True, own.rows, own.planned))
 
 
 def _rest(need: AttentionNeed) -> tuple[torch.dtype, int, int, int, int]:

@@ -13,7 +13,7 @@ from support.tiny_decoder import NODE
 
 from mstar.engine.step_cost import StepCost
 from mstar.engine.step_runner import StepWork
-from mstar.engine.step_timing import DecodeWalk, measure_step_cost
+from mstar.engine.step_timing import EVERY_DRAW, DecodeWalk, measure_step_cost
 from mstar.graph.protocol import ReadyKey
 from mstar.platforms.executor import DeviceEvent, Work
 from mstar.worker.chunk_budget import CHUNK_STEP_TOKENS, MIN_TIMED_CHUNK, MIXED_STEP_FACTOR, ChunkBudget
@@ -218,3 +218,28 @@ def test_a_slow_machine_ends_early(monkeypatch: pytest.MonkeyPatch):
     found = measure_step_cost(_rig(counting).engine, PREFILL, DECODE)
     assert found is not None and found.token_s == pytest.approx(COST.token_s, rel=0.02)
     assert len(steps) < 20, "two or three rounds instead of six"
+
+
+def test_every_kind_of_draw_has_run_where_kernels_are_to_be_ready():
+    rig = _rig(_seconds)
+    called: list[str] = []
+    draws = rig.sampler._draws
+
+    def spied(name: str) -> Callable[..., Any]:
+        plain = getattr(draws, name)
+
+        def spy(*given: Any) -> Any:
+            called.append(name)
+            return plain(*given)
+
+        return spy
+
+    for name in ("adjust", "choose", "log_probabilities"):
+        setattr(draws, name, spied(name))
+    baseline = dict(rig.engine.gauges())
+    assert measure_step_cost(rig.engine, PREFILL, DECODE) is not None and not called
+    assert measure_step_cost(rig.engine, PREFILL, DECODE, sampling=EVERY_DRAW) is not None
+    assert set(called) == {"adjust", "choose", "log_probabilities"}
+    assert rig.sampler._counts.output.shape[0] and rig.sampler._biases.ids.shape[0]
+    assert dict(rig.engine.gauges()) == baseline
+    rig.check()
