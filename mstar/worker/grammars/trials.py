@@ -33,7 +33,11 @@ START_TIMEOUT_S = 120.0
 GONE_S = 5.0
 """A process whose pipe is closed has ended by then."""
 MAX_COMPILE_BYTES = 2 << 30
+LEAST_CPU_SHARE = 0.5
+"""Of the time that a grammar may take: a process that has run for less has stood still, which is no fault of the
+grammar."""
 LOST = "the process that compiles grammars has ended; try again later"
+STALLED = "the process that compiles grammars had too little processor time; try again later"
 CRASHES = frozenset(-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV))
 """Exit codes of what native code does to itself."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
@@ -57,7 +61,8 @@ class _Process:
             )
 
     def ask(self, order: TrialSetup | Trial, timeout_s: float) -> Reply:
-        """Raises `TimeoutError`, or `EOFError` or `ConnectionError` when it is gone."""
+        """Raises `TimeoutError`, or when it is gone `EOFError`, or `ConnectionError` if it has not read the order: the
+        system resets a socket that is closed with something unread."""
         self.pipe.send_bytes(encode(order))
         if not self.pipe.poll(timeout_s):
             raise TimeoutError
@@ -70,6 +75,11 @@ class _Process:
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
+
+    def cpu_s(self) -> float:
+        """Processor time that it has used."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def exit_code(self) -> int:
         """Of a process that is gone."""
@@ -130,16 +140,20 @@ class TriedCompiler:
             GrammarError: it is no grammar, or none that can be compiled; the message is meant for the client.
             CompilerLostError: it may work the next time.
         """
-        process, compiler = self._ready()
-        try:
-            reply = process.ask(Trial(form, behind), self._timeout_s)
-        except TimeoutError as error:
-            log.warning("a grammar is given up: it is not compiled after %g s", self._timeout_s)
-            self._start()
-            why = f"the grammar is not compiled after {self._timeout_s:g} s; ask for a simpler one"
-            raise HopelessGrammarError(why) from error
-        except (EOFError, ConnectionError) as error:
-            raise self._ended(process) from error
+        for _ in range(2):
+            process, compiler = self._ready()
+            began_s = process.cpu_s()
+            try:
+                reply = process.ask(Trial(form, behind), self._timeout_s)
+                break
+            except TimeoutError as error:
+                raise self._given_up(process.cpu_s() - began_s) from error
+            except EOFError as error:
+                raise self._ended(process) from error
+            except ConnectionError:
+                log.warning("the process that compiles grammars has ended with %d before it began", process.exit_code())
+        else:
+            raise CompilerLostError(LOST)
         if isinstance(reply, Refused):
             raise GrammarError(reply.message)
         return compiler.compile(form, behind)
@@ -195,6 +209,14 @@ class TriedCompiler:
                 except OSError:
                     log.exception("the process that compiles grammars could not be started")
             return self._process
+
+    def _given_up(self, cpu_s: float) -> Exception:
+        """What it means for a grammar that its time is over, of which the process has run for `cpu_s`."""
+        log.warning("a grammar is not compiled after %g s, %.2f s of them on a processor", self._timeout_s, cpu_s)
+        self._start()
+        if cpu_s < LEAST_CPU_SHARE * self._timeout_s:
+            return CompilerLostError(STALLED)
+        return HopelessGrammarError(f"the grammar is not compiled after {self._timeout_s:g} s; ask for a simpler one")
 
     def _ended(self, process: _Process) -> Exception:
         """What it means for a grammar that the process is gone, or does not start."""

@@ -21,9 +21,9 @@ from mstar.api_server.grammar.formats import context_free, json_text, literal, r
 from mstar.worker.grammars.builds import GrammarBuilds, GrammarKey
 from mstar.worker.grammars.compiler import GrammarCompiler
 from mstar.worker.grammars.constraints import CompilerLostError, GrammarError, HopelessGrammarError
-from mstar.worker.grammars.trial_messages import Passed, Refused, Trial, TrialSetup
+from mstar.worker.grammars.trial_messages import Passed, Ready, Refused, Reply, Trial, TrialSetup
 from mstar.worker.grammars.trial_process import attempt
-from mstar.worker.grammars.trials import TriedCompiler
+from mstar.worker.grammars.trials import TriedCompiler, _Process
 from mstar.worker.grammars.vocabulary import read_vocabulary
 
 SLOW = json.dumps(regular("|".join(f"[a-z]{{{i},{i + 900}}}" for i in range(1, 900))))
@@ -133,7 +133,8 @@ def test_what_is_no_grammar_leaves_the_process_as_it_is(compiler: TriedCompiler)
     assert compiler.compile(SOUND, "</think>").num_bytes > 0 and compiler.pid == pid
 
 
-def test_what_takes_too_long_is_killed_and_the_next_one_is_compiled(directory: Path):
+def test_what_takes_too_long_is_killed_and_the_next_one_is_compiled(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mstar.worker.grammars.trials.LEAST_CPU_SHARE", 0.03)  # other tests may keep the cores busy
     compiler = TriedCompiler(setup_for(directory), timeout_s=0.3)
     compiler.prepare()
     pid = pid_of(compiler)
@@ -143,6 +144,19 @@ def test_what_takes_too_long_is_killed_and_the_next_one_is_compiled(directory: P
     assert time.monotonic() - began < 3 and not is_alive(pid)
     compiler.prepare()
     assert compiler.compile(json.dumps(literal("x")), "").num_bytes > 0 and compiler.pid != pid
+    compiler.release()
+
+
+def test_a_grammar_is_not_at_fault_for_a_process_that_stands_still(directory: Path):
+    compiler = TriedCompiler(setup_for(directory), timeout_s=1)
+    compiler.prepare()
+    pid = pid_of(compiler)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(CompilerLostError, match="too little processor time"):
+        compiler.compile(SOUND, "")
+    assert not is_alive(pid)
+    compiler.prepare()
+    assert compiler.compile(SOUND, "").num_bytes > 0 and compiler.pid != pid
     compiler.release()
 
 
@@ -169,6 +183,42 @@ def test_a_process_that_dies_idle_fails_nobody(compiler: TriedCompiler):
     pid = pid_of(compiler)
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not is_alive(pid))
+    assert compiler.compile(SOUND, "").num_bytes > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_dies_before_it_has_begun_fails_nobody(compiler: TriedCompiler, number: int):
+    """The grammar is on its way already when it dies."""
+    compiler.prepare()
+    pid = pid_of(compiler)
+    os.kill(pid, signal.SIGSTOP)
+
+    def end() -> None:
+        os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
+
+    killer = threading.Timer(0.2, end)
+    killer.start()
+    assert compiler.compile(SOUND, "").num_bytes > 0 and compiler.pid != pid
+    killer.join()
+
+
+def test_a_grammar_is_on_its_way_twice_at_most(compiler: TriedCompiler, monkeypatch: pytest.MonkeyPatch):
+    compiler.prepare()
+    asked = []
+
+    def dies(self: _Process, order: object, _: float) -> Reply:
+        if isinstance(order, TrialSetup):
+            return Ready(None)
+        asked.append(self.pid)
+        self.kill()
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Process, "ask", dies)
+        with pytest.raises(CompilerLostError):
+            compiler.compile(SOUND, "")
+    assert len(set(asked)) == len(asked) == 2
     assert compiler.compile(SOUND, "").num_bytes > 0
 
 
