@@ -59,6 +59,10 @@ def _choice(*allowed: str) -> Callable[[str], str]:
 
 
 def _path(text: str) -> Path:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # Python hands other bytes on as lone surrogates
+        raise ValueError("expected a path in UTF-8, which messages between processes are in") from None
     return Path(text).expanduser().absolute()
 
 

@@ -75,6 +75,14 @@ def test_a_wrong_value_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, name:
         knob.get()
 
 
+@pytest.mark.parametrize("knob", [envs.SOCKET_DIR, envs.CACHE_DIR], ids=lambda knob: knob.name)
+def test_a_path_that_no_message_can_carry_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, knob: envs.Knob):
+    monkeypatch.setenv(knob.name, os.fsdecode(b"/tmp/\xff"))
+    with pytest.raises(envs.KnobError, match=rf"{knob.name}=.*UTF-8") as raised:
+        knob.get()
+    assert str(raised.value).isascii(), "it can be printed"
+
+
 def test_unknown_variables_are_found(monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in os.environ if name.startswith("MSTAR_")]:
         monkeypatch.delenv(name)
