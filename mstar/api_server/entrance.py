@@ -32,6 +32,8 @@ OPEN_FOLDER = "/page/"
 """The built-in page's own files; what it shows needs a key."""
 LIVE_VIEW = "/debug/live"
 """Asked for by the page all the time that it is open."""
+LAST = {"connection": "close"}
+"""Where the client waits with the body until it hears that it may send it: nobody could tell whether it still comes."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -72,7 +74,7 @@ class Entrance:
         try:
             if failure := self._refusal(scope, headers):
                 noted["error"] = failure.message
-                await error_response(failure)(scope, receive, send_with_id)
+                await error_response(failure, LAST if b"expect" in headers else None)(scope, receive, send_with_id)
                 return
             inner = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
             await self._app(inner, self._limited(receive), send_with_id)

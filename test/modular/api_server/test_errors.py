@@ -210,6 +210,15 @@ def test_a_body_above_the_limit(small: TestClient):
     error_of(small.post("/detokenize", content=b"{}", headers=key | {"content-length": "9" * 30}), 413)
 
 
+def test_a_body_that_is_not_asked_for_ends_the_connection(small: TestClient):
+    """The next request would be read as the body."""
+    key = {"authorization": "Bearer right-key"} | JSON
+    for headers, status in ((key | {"content-length": "2000"}, 413), (JSON, 401)):
+        waiting = small.post("/detokenize", content=b"", headers=headers | {"expect": "100-continue"})
+        assert (waiting.status_code, waiting.headers["connection"]) == (status, "close")
+        assert "connection" not in small.post("/detokenize", content=b"", headers=headers).headers
+
+
 def test_other_origins_are_allowed_only_when_configured(small: TestClient, front: RunningFront):
     ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert small.options(CHAT, headers=ask).headers["access-control-allow-origin"] == "https://a.example"
