@@ -18,7 +18,7 @@ import numpy as np
 
 from mstar.communication.messages import SamplingParams
 from mstar.engine.engine import Engine
-from mstar.engine.execution import Portion, Step
+from mstar.engine.execution import AllowedTokens, Portion, Step
 from mstar.engine.resources.base import OpenConfig
 from mstar.engine.step_cost import StepCost
 from mstar.graph.protocol import LIVE_COLUMN, ReadyKey, TakenRows
@@ -76,13 +76,13 @@ def measure_step_cost(
     decode: DecodeWalk | None,
     *,
     budget_s: float = 1.5,
-    sampling: SamplingParams = GREEDY,
+    every_draw: bool = False,
 ) -> StepCost | None:
-    """Time some steps of `chunks`, a chunked walk without graph inputs, and of `decode`, whose rows draw by `sampling`.
-    About `budget_s` seconds; a machine too slow for that is measured in fewer rounds. None: the node could not run
-    them.
+    """Time some steps of `chunks`, a chunked walk without graph inputs, and of `decode`. About `budget_s` seconds; a
+    machine too slow for that is measured in fewer rounds. `every_draw`: what is drawn is drawn in every way there is,
+    for the sake of the kernels, and the times say little. None: the node could not run them.
     """
-    timing = _Timing(engine, chunks, decode, time.monotonic() + budget_s, sampling)
+    timing = _Timing(engine, chunks, decode, time.monotonic() + budget_s, every_draw=every_draw)
     try:
         return timing.fit()
     except _Unmeasured:
@@ -95,13 +95,13 @@ class _Timing:
     """The temporary requests and their steps."""
 
     def __init__(
-        self, engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, deadline: float, sampling: SamplingParams
+        self, engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, deadline: float, *, every_draw: bool
     ) -> None:
         self._engine = engine
         self._chunks = chunks
         self._decode = decode
         self._deadline = deadline
-        self._sampling = sampling
+        self._every_draw = every_draw
         self._opened: list[int] = []
 
     def close(self) -> None:
@@ -142,12 +142,15 @@ class _Timing:
         return StepCost(*terms, max(0.0, one - row_s), row_s)
 
     def _open_decoding(self) -> list[int]:
-        """Requests that have drawn their first token. Raises `_Unmeasured`."""
+        """Requests that have drawn their first token: with `every_draw` the first of several greedily, so that its
+        steps have allowed tokens alone. Raises `_Unmeasured`."""
         rows = min(DECODE_ROWS, self._engine.max_rows(self._chunks.node))
         handles, most = range(FAR + 1, FAR + 1 + rows), 2 * ROUNDS + 2
-        decoding = [handle for handle in handles if self._open(handle, 4, most, self._sampling)]
+        drawn = [EVERY_DRAW if self._every_draw and (place or rows == 1) else GREEDY for place in range(rows)]
+        pairs = zip(handles, drawn, strict=True)
+        decoding = [handle for handle, sampling in pairs if self._open(handle, 4, most, sampling)]
         if decoding:
-            self._run([Portion(_rows(self._chunks, decoding, ()))])
+            self._run([Portion(_rows(self._chunks, decoding, ()))], allowed=self._every_draw)
         return decoding
 
     def _open_far(self, most: int) -> bool:
@@ -161,7 +164,8 @@ class _Timing:
 
     def _decode_once(self, handles: list[int]) -> float:
         assert self._decode is not None
-        return self._run([Portion(_rows(self._decode.key, handles, self._decode.inputs))])
+        allowed = self._every_draw and len(handles) == 1
+        return self._run([Portion(_rows(self._decode.key, handles, self._decode.inputs))], allowed=allowed)
 
     def _chunk(self, handle: int, tokens: int) -> _Chunk:
         start = int(self._engine.lengths(self._chunks.node, np.array([handle], np.int64))[0])
@@ -179,10 +183,15 @@ class _Timing:
             raise _Unmeasured
         return step
 
-    def _run(self, portions: Sequence[Portion]) -> float:
-        """Seconds that the step's work took on the device executor."""
+    def _run(self, portions: Sequence[Portion], *, allowed: bool = False) -> float:
+        """Seconds that the step's work took on the device executor. `allowed`: rows draw from tokens that are given,
+        all there are; the seconds are then those of the draw."""
         engine, step = self._engine, self._arm(portions)
-        engine.submit(step)
+        vocab_size = engine.vocab_size(step.node) if allowed else 0
+        engine.submit(step, draw_later=vocab_size > 0)
+        if vocab_size:
+            bits = np.full((step.num_rows, -(-vocab_size // 32)), -1, np.int32)
+            engine.draw(step, AllowedTokens(np.arange(step.num_rows), bits))
         assert step.event is not None
         step.event.wait()
         engine.finish(step)

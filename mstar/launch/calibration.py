@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mstar.config.schema import DeploymentConfig
 from mstar.engine.step_cost import StepCost
-from mstar.engine.step_timing import DECODE_ROWS, EVERY_DRAW, DecodeWalk, measure_step_cost
+from mstar.engine.step_timing import DECODE_ROWS, DecodeWalk, measure_step_cost
 from mstar.graph.program import CompiledGraph, NodeProgram
 from mstar.graph.protocol import ReadyKey
 from mstar.launch.machine import torch_device
@@ -27,7 +27,7 @@ def calibrate_steps(config: DeploymentConfig, compiled: CompiledGraph, rank: int
     """Measure the nodes of `rank` that can be, tell the scheduler, and log what it makes of it. Nothing runs yet."""
     if torch_device(config).type != "cpu":
         for chunks, decode in _measurable(compiled, rank, parts):
-            measure_step_cost(parts.engine, chunks, decode, sampling=EVERY_DRAW)
+            measure_step_cost(parts.engine, chunks, decode, every_draw=True)
         return
     if config.scheduler.max_step_tokens != "auto":
         return

@@ -13,7 +13,7 @@ from support.tiny_decoder import NODE
 
 from mstar.engine.step_cost import StepCost
 from mstar.engine.step_runner import StepWork
-from mstar.engine.step_timing import EVERY_DRAW, DecodeWalk, measure_step_cost
+from mstar.engine.step_timing import DecodeWalk, measure_step_cost
 from mstar.graph.protocol import ReadyKey
 from mstar.platforms.executor import DeviceEvent, Work
 from mstar.worker.chunk_budget import CHUNK_STEP_TOKENS, MIN_TIMED_CHUNK, MIXED_STEP_FACTOR, ChunkBudget
@@ -221,15 +221,16 @@ def test_a_slow_machine_ends_early(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_kind_of_draw_has_run_where_kernels_are_to_be_ready():
-    rig = _rig(_seconds)
-    called: list[str] = []
+    rig = EngineRig(max_seq_len=600, num_pages={"kv": 400}, capacity=20)
+    called: set[tuple[str, bool, bool]] = set()
     draws = rig.sampler._draws
 
     def spied(name: str) -> Callable[..., Any]:
         plain = getattr(draws, name)
 
         def spy(*given: Any) -> Any:
-            called.append(name)
+            adjusts = name == "adjust"
+            called.add((name, adjusts and given[2].has_counts, adjusts and given[4] is not None))
             return plain(*given)
 
         return spy
@@ -238,8 +239,9 @@ def test_every_kind_of_draw_has_run_where_kernels_are_to_be_ready():
         setattr(draws, name, spied(name))
     baseline = dict(rig.engine.gauges())
     assert measure_step_cost(rig.engine, PREFILL, DECODE) is not None and not called
-    assert measure_step_cost(rig.engine, PREFILL, DECODE, sampling=EVERY_DRAW) is not None
-    assert set(called) == {"adjust", "choose", "log_probabilities"}
+    assert measure_step_cost(rig.engine, PREFILL, DECODE, every_draw=True) is not None
+    counted_and_allowed = {("adjust", True, True), ("adjust", True, False), ("adjust", False, True)}
+    assert called == {("choose", False, False), ("log_probabilities", False, False)} | counted_and_allowed
     assert rig.sampler._counts.output.shape[0] and rig.sampler._biases.ids.shape[0]
     assert dict(rig.engine.gauges()) == baseline
     rig.check()
