@@ -38,3 +38,16 @@ def test_the_page_of_the_document_needs_nothing_from_elsewhere(front: RunningFro
     assert all(path.startswith("/") for path in loaded) and "https://" not in page.text
     assert "url: '/openapi.json'" in page.text
     assert front.http.get("/docs/files/nope.js").json()["error"]["code"] == "not_found"
+
+
+def test_the_schema_has_the_defaults_of_sampling(front: RunningFront):
+    properties = front.http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+    shown = {
+        name: part["anyOf"][0]["default"]
+        for name, part in properties.items()
+        if "default" in part.get("anyOf", [{}])[0]
+    }
+    assert shown == {
+        "temperature": 1.0, "top_p": 1.0, "min_p": 0, "min_tokens": 0,
+        "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1.0,
+    }  # fmt: skip
