@@ -13,7 +13,7 @@ import torch
 
 from mstar.engine.declarations import declared_resources, why_not_on_host
 from mstar.engine.engine_config import ENCODER_CACHE_BYTES, EngineConfig
-from mstar.engine.resources.logit_adjust import count_row_bytes
+from mstar.engine.resources.logit_adjust import count_row_bytes, table_rows
 from mstar.engine.resources.paged_kv import page_bytes
 from mstar.engine.resources.recurrent_state_pool import StateDtypes, slot_bytes
 from mstar.engine.spec import (
@@ -92,7 +92,7 @@ def device_bytes(spec: ResourceSpec, sizes: ResourceSizes, config: EngineConfig)
         case RotarySpec():
             return config.max_seq_len * spec.rotary_dim * 4  # cosines and sines of half the dimensions, fp32
         case SamplerSpec(samples_text=True):
-            return (config.max_rows + 1) * count_row_bytes(spec.vocab_size)
+            return table_rows(config.max_rows) * count_row_bytes(spec.vocab_size)
         case _:
             return 0
 

@@ -35,6 +35,11 @@ class TableRows:
             self.of[handle] = 0
 
 
+def table_rows(num_requests: int) -> int:
+    """Rows of a table that has grown to so many requests: a power of two, beside row 0, which is nobody's."""
+    return 1 + max(8, 1 << (num_requests - 1).bit_length())
+
+
 def count_row_bytes(vocab_size: int) -> int:
     """Of a row of `TokenCounts`, which a request with penalties has."""
     return vocab_size * (torch.int32.itemsize + torch.bool.itemsize)
@@ -128,7 +133,7 @@ class TokenBiases:
 def _grown(table: Tensor, row: int, width: int = 0) -> Tensor:
     """`table` with room for `row` and for `width` columns, contents kept, the rest zero."""
     rows, columns = table.shape
-    num_rows = rows if row < rows else max(8, 2 * rows, row + 1)
+    num_rows = rows if row < rows else table_rows(row)
     num_columns = columns if width <= columns else max(width, 2 * columns)
     grown = torch.zeros((num_rows, num_columns), dtype=table.dtype, device=table.device)
     grown[:rows, :columns] = table

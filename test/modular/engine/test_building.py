@@ -188,7 +188,7 @@ def test_declarations_that_do_not_fit_end_start_up():
     with pytest.raises(ValueError, match="3 heads over 2 key-value heads"):
         start(node, NodeResourceSpec(NODE, (sampler, PagedKVSpec("kv", 1, 2, 8), AttentionSpec("a", "kv", 3))))
     with pytest.raises(ValueError, match=r"resources.kv: 1 of its pages and an empty one take 16.00 KiB"):
-        start(node, NodeResourceSpec(NODE, (sampler, PagedKVSpec("kv", 1, 2, 8))), resource_bytes=130)
+        start(node, NodeResourceSpec(NODE, (sampler, PagedKVSpec("kv", 1, 2, 8))), resource_bytes=370)
     with pytest.raises(ValueError, match="two ways"):
         start(node, NodeResourceSpec(NODE, (sampler,)), NodeResourceSpec(NODE, (SamplerSpec("s", 9),)))
     with pytest.raises(ValueError, match="'fast' is unknown"):
@@ -216,7 +216,7 @@ def test_caches_share_the_memory_by_page_size():
 
     two = NodeResourceSpec(NODE, (SamplerSpec("s", 8), PagedKVSpec("a", LAYERS, 2, 8, 4), PagedKVSpec("b", 1, 1, 8, 4)))
     big, small = 2 * LAYERS * 4 * 2 * 8 * 4, 2 * 4 * 8 * 4  # bytes of a page
-    counts = (2 + 1) * 8 * 5  # of the sampler: an int32 and a bool for each token
+    counts = (8 + 1) * 8 * 5  # of the sampler: an int32 and a bool for each token
     engine = start(_Node(_Layer("s")), two, resource_bytes=counts + 5 * (big + small))
     config = EngineConfig(**SIZES, resource_bytes=counts + 5 * (big + small))
     plan = {row.name: row for row in plan_memory([two], config)}

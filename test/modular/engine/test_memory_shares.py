@@ -1,11 +1,13 @@
 """How the memory of a worker is shared out: what has a size, what has a fraction, and what has neither."""
 
+import numpy as np
 import pytest
 import torch
 
 from mstar.engine.engine_config import EngineConfig
 from mstar.engine.memory_plan import plan_memory
 from mstar.engine.resource_sizes import memory_text, resource_sizes
+from mstar.engine.resources.logit_adjust import TokenCounts, count_row_bytes, table_rows
 from mstar.engine.spec import (
     EncoderCacheSpec,
     NodeResourceSpec,
@@ -27,7 +29,7 @@ SPECS = [
         ),
     )
 ]
-COUNTS = (4 + 1) * 100 * (4 + 1)  # rows and a spare one, a token's int32 and bool
+COUNTS = (8 + 1) * 100 * (4 + 1)  # at least 8 rows and a spare one, a token's int32 and bool
 FREE = 100_000
 
 
@@ -47,15 +49,15 @@ def test_what_has_a_size_is_not_shared_out_again(num_slots: int):
 
 def test_pages_of_a_given_number_leave_less_to_states():
     plan = planned(num_pages={"kv": 100}, max_rows=100, cache_share=1.0)
-    assert plan["kv"] == 101 * PAGE and plan["sampler"] == 101 * 500
+    assert plan["kv"] == 101 * PAGE and plan["sampler"] == 129 * 500
     assert 0 <= FREE - plan["kv"] - plan["sampler"] - plan["state"] < SLOT
 
 
 def test_sizes_that_do_not_fit_end_the_start_with_what_to_lower():
     with pytest.raises(
         ValueError,
-        match=r"asks for takes 115.07 KiB, and beside the weights there are 97.66 KiB; "
-        r"lower resources.state.num_slots \(112.62 KiB\), scheduler.max_rows \(2.44 KiB\)$",
+        match=r"asks for takes 117.02 KiB, and beside the weights there are 97.66 KiB; "
+        r"lower resources.state.num_slots \(112.62 KiB\), scheduler.max_rows \(4.39 KiB\)$",
     ):
         planned(num_slots={"state": 900})
     planned(num_slots={"state": 700})
@@ -124,3 +126,12 @@ def test_bytes_for_people():
         "103.00 MiB",
         "2.50 GiB",
     ]
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 9, 16, 17, 100, 256])
+def test_count_tables_grow_to_what_was_planned(num_requests: int):
+    counts = TokenCounts(3, torch.device("cpu"))
+    for row in range(1, num_requests + 1):
+        counts.reset(row, np.array([1]))
+    assert counts.output.nbytes + counts.prompt.nbytes == table_rows(num_requests) * count_row_bytes(3)
+    assert num_requests < counts.output.shape[0] == counts.prompt.shape[0] <= max(9, 2 * num_requests)
