@@ -43,6 +43,9 @@ from mstar.process_log import LogFormat
 
 logger = logging.getLogger(__name__)
 JOB_TIMEOUT_S = 60.0
+LEAST_CPU_SHARE = 0.5
+"""Of the time that a job may take: a process that has run for less has stood still, which is no fault of the prompt."""
+RETRY_STALLED_S = 1
 GIVEN_UP_S = 1.0
 """A job whose client left may still take so long: about what another process costs."""
 START_TIMEOUT_S = 120.0
@@ -130,7 +133,7 @@ class PreprocessPool:
         self._num_processes = num_processes
         self._log_format: LogFormat = log_format
         self._job_timeout_s = job_timeout_s
-        self._jobs: asyncio.Queue[tuple[bytes, asyncio.Future[Reply]]] = asyncio.Queue()
+        self._jobs: asyncio.Queue[tuple[bytes, asyncio.Future[Reply | None]]] = asyncio.Queue()
         self._servers: dict[int, asyncio.Task[None]] = {}
         self._processes: list[_Process] = []
 
@@ -153,7 +156,8 @@ class PreprocessPool:
         """What the model makes of a prompt.
 
         Raises:
-            RefusedError: 400, the prompt is at fault; or 500, the model's code or its process failed.
+            RefusedError: 400, the prompt is at fault; 500, the model's code or its process failed; or 503, it has got
+                too little processor time.
         """
         job = PromptJob(
             kind=prompt.kind,
@@ -167,7 +171,7 @@ class PreprocessPool:
             tools=msgspec.json.encode(prompt.tools),
             template_variables=msgspec.json.encode(prompt.template_variables),
         )
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait((framed(job), answer))
         match await answer:
             case PromptDone(token_ids=ids, inputs=inputs, step_metadata=metadata, media=media, opens_reasoning=opens):
@@ -175,6 +179,9 @@ class PreprocessPool:
                 return PreparedPrompt(None if ids is None else to_numpy(ids), arrays, metadata, media, opens)
             case PromptRefused(message=message, field=field, code=code):
                 raise RefusedError(Failure(400, code, message, param=field or prompt.sent_as))
+            case None:
+                message = "The process that prepares prompts had too little processor time. Try again later."
+                raise RefusedError(Failure(503, "preprocess_stalled", message, retry_after_s=RETRY_STALLED_S))
             case PromptFailed(message=reason):
                 pass
             case other:
@@ -218,7 +225,7 @@ class PreprocessPool:
             frame, answer = await self._jobs.get()
             if answer.done():  # its client left while it waited
                 continue
-            reply: Reply = PromptFailed("the job was given up")
+            reply: Reply | None = PromptFailed("the job was given up")
             try:
                 reply = await self._run(self._processes[index], frame, answer)
             except Exception as error:
@@ -228,16 +235,20 @@ class PreprocessPool:
                 if not answer.done():
                     answer.set_result(reply)
 
-    async def _run(self, process: _Process, frame: bytes, answer: asyncio.Future[Reply]) -> Reply:
+    async def _run(self, process: _Process, frame: bytes, answer: asyncio.Future[Reply | None]) -> Reply | None:
+        """None: the process has stood still."""
         asking = asyncio.ensure_future(process.ask(frame))
         try:
+            began_s = host.process_cpu_s(process.process.pid)
             await asyncio.wait({asking, answer}, timeout=self._job_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():  # its client left
                 await asyncio.wait({asking}, timeout=GIVEN_UP_S)
             if asking.done():
                 return asking.result()
+            if host.process_cpu_s(process.process.pid) - began_s < LEAST_CPU_SHARE * self._job_timeout_s:
+                return None
             return PromptRefused(f"preparing the prompt took longer than {self._job_timeout_s:g} s")
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             return PromptFailed("its preprocess process ended")
         finally:
             asking.cancel()

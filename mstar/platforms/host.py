@@ -3,6 +3,7 @@ group; loads no torch and changes nothing."""
 
 import os
 import platform
+import time
 from functools import cache
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def num_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, min(cores, int(quota))) if quota else cores
+
+
+def process_cpu_s(pid: int) -> float:
+    """Processor time that all threads of a process have used, until it is reaped; by the clock that
+    `clock_getcpuclockid(3)` names for it.
+
+    Raises:
+        OSError: there is none.
+    """
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def total_memory_bytes() -> int:

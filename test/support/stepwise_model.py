@@ -94,6 +94,9 @@ class StepwiseModel(Model):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 signal.pause()
+            case "loop":
+                while True:
+                    pass
             case "pid":
                 return PreparedPrompt(np.array([os.getpid()], np.int32))
             case "threads":

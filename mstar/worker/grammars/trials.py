@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from mstar import envs
+from mstar.platforms import host
 from mstar.worker.grammars.compiler import CompiledGrammar, GrammarCompiler
 from mstar.worker.grammars.constraints import CompilerLostError, GrammarError, HopelessGrammarError
 from mstar.worker.grammars.trial_messages import Ready, Refused, Reply, Trial, TrialSetup, decode_reply, encode
@@ -75,11 +76,6 @@ class _Process:
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
-
-    def cpu_s(self) -> float:
-        """Processor time that it has used."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
     def exit_code(self) -> int:
         """Of a process that is gone."""
@@ -142,12 +138,12 @@ class TriedCompiler:
         """
         for _ in range(2):
             process, compiler = self._ready()
-            began_s = process.cpu_s()
+            began_s = host.process_cpu_s(process.pid)
             try:
                 reply = process.ask(Trial(form, behind), self._timeout_s)
                 break
             except TimeoutError as error:
-                raise self._given_up(process.cpu_s() - began_s) from error
+                raise self._given_up(host.process_cpu_s(process.pid) - began_s) from error
             except EOFError as error:
                 raise self._ended(process) from error
             except ConnectionError:

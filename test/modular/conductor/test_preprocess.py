@@ -108,11 +108,18 @@ def test_a_process_that_dies_fails_one_request_and_is_replaced(how: str):
     in_pool(use)
 
 
-def test_a_job_that_takes_too_long_is_ended_with_its_process():
+@pytest.mark.parametrize(("text", "status", "says"), [("loop", 400, "took longer"), ("hang", 503, "Try again")])
+def test_a_job_that_takes_too_long_is_ended_with_its_process(
+    monkeypatch: pytest.MonkeyPatch, text: str, status: int, says: str
+):
+    """The prompt is at fault where the process was at work."""
+    monkeypatch.setattr(preprocess, "LEAST_CPU_SHARE", 0.03)  # other tests may keep the cores busy
+
     async def use(pool: PreprocessPool) -> None:
         first = (await ask(pool, "pid"))[0]
-        refused = await failure_of(pool, "hang")
-        assert refused.status == 400 and "took longer" in refused.message
+        refused = await failure_of(pool, text)
+        assert refused.status == status and says in refused.message
+        assert refused.retry_after_s == (1 if status == 503 else None)
         assert (await ask(pool, "pid"))[0] != first
         assert not is_running(int(first))
 

@@ -2,6 +2,10 @@
 
 import os
 import platform
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +100,24 @@ def test_meminfo_is_in_bytes(tmp_path: Path):
     path = tmp_path / "meminfo"
     path.write_text("MemTotal:       1024 kB\nMemAvailable:    512 kB\nHugePages_Total:       3\n")
     assert host._meminfo(path) == {"MemTotal": 1 << 20, "MemAvailable": 1 << 19}
+
+
+def test_the_processor_time_of_a_process():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        ends = time.monotonic() + 20
+        while host.process_cpu_s(process.pid) < 0.1:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.05)
+        stopped_at = host.process_cpu_s(process.pid)
+        time.sleep(0.05)
+        assert host.process_cpu_s(process.pid) == pytest.approx(stopped_at, abs=1e-4)
+        process.kill()
+    with pytest.raises(OSError):
+        host.process_cpu_s(process.pid)
+    before = time.process_time()
+    assert before <= host.process_cpu_s(os.getpid()) <= time.process_time()
 
 
 def test_this_machine():
