@@ -91,13 +91,6 @@ class Engine:
         limit = self._nodes[node].submodule.max_rows
         return self._config.max_rows if limit is None else min(limit, self._config.max_rows)
 
-    def vocab_size(self, node: str) -> int:
-        """Of the text that the node draws behind its forward; 0: it draws none there."""
-        sampler = self._nodes[node].sampler
-        return (
-            sampler.vocab_size if sampler is not None and sampler.samples_text and not sampler.draws_in_forward else 0
-        )
-
     def policy(self, node: str, walk: str) -> ChunkingPolicy:
         """What the node declares about chunks of the walk."""
         return self._nodes[node].policies.of(walk)

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from mstar.communication.messages import SamplingParams
 from mstar.engine.engine import Engine
-from mstar.engine.execution import AllowedTokens, Portion, Step
+from mstar.engine.execution import Portion, Step
 from mstar.engine.resources.base import OpenConfig
 from mstar.engine.step_cost import StepCost
 from mstar.graph.protocol import LIVE_COLUMN, ReadyKey, TakenRows
@@ -31,21 +30,6 @@ ROUNDS = 6
 LEAST_TOKEN_S = 1e-8
 NEAR, FAR = 1, 2
 """Handles of the requests whose chunks are timed; those that decode follow. No request has one yet."""
-
-
-GREEDY = SamplingParams(temperature=0.0)
-EVERY_DRAW = SamplingParams(
-    top_p=0.5,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    bias_ids=(0,),
-    bias_values=(0.1,),
-    min_tokens=1,
-    stop_token_ids=(0,),
-    num_logprobs=1,
-)
-"""What has kernels of its own in a draw, all at once."""
 
 
 class DecodeWalk(NamedTuple):
@@ -71,18 +55,12 @@ class _Unmeasured(Exception):
 
 
 def measure_step_cost(
-    engine: Engine,
-    chunks: ReadyKey,
-    decode: DecodeWalk | None,
-    *,
-    budget_s: float = 1.5,
-    every_draw: bool = False,
+    engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, *, budget_s: float = 1.5
 ) -> StepCost | None:
     """Time some steps of `chunks`, a chunked walk without graph inputs, and of `decode`. About `budget_s` seconds; a
-    machine too slow for that is measured in fewer rounds. `every_draw`: what is drawn is drawn in every way there is,
-    for the sake of the kernels, and the times say little. None: the node could not run them.
+    machine too slow for that is measured in fewer rounds. None: the node could not run them.
     """
-    timing = _Timing(engine, chunks, decode, time.monotonic() + budget_s, every_draw=every_draw)
+    timing = _Timing(engine, chunks, decode, time.monotonic() + budget_s)
     try:
         return timing.fit()
     except _Unmeasured:
@@ -94,14 +72,11 @@ def measure_step_cost(
 class _Timing:
     """The temporary requests and their steps."""
 
-    def __init__(
-        self, engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, deadline: float, *, every_draw: bool
-    ) -> None:
+    def __init__(self, engine: Engine, chunks: ReadyKey, decode: DecodeWalk | None, deadline: float) -> None:
         self._engine = engine
         self._chunks = chunks
         self._decode = decode
         self._deadline = deadline
-        self._every_draw = every_draw
         self._opened: list[int] = []
 
     def close(self) -> None:
@@ -142,15 +117,11 @@ class _Timing:
         return StepCost(*terms, max(0.0, one - row_s), row_s)
 
     def _open_decoding(self) -> list[int]:
-        """Requests that have drawn their first token: with `every_draw` the first of several greedily, so that its
-        steps have allowed tokens alone. Raises `_Unmeasured`."""
+        """Requests that have drawn their first token. Raises `_Unmeasured`."""
         rows = min(DECODE_ROWS, self._engine.max_rows(self._chunks.node))
-        handles, most = range(FAR + 1, FAR + 1 + rows), 2 * ROUNDS + 2
-        drawn = [EVERY_DRAW if self._every_draw and (place or rows == 1) else GREEDY for place in range(rows)]
-        pairs = zip(handles, drawn, strict=True)
-        decoding = [handle for handle, sampling in pairs if self._open(handle, 4, most, sampling)]
+        decoding = [handle for handle in range(FAR + 1, FAR + 1 + rows) if self._open(handle, 4, 2 * ROUNDS + 2)]
         if decoding:
-            self._run([Portion(_rows(self._chunks, decoding, ()))], allowed=self._every_draw)
+            self._run([Portion(_rows(self._chunks, decoding, ()))])
         return decoding
 
     def _open_far(self, most: int) -> bool:
@@ -164,8 +135,7 @@ class _Timing:
 
     def _decode_once(self, handles: list[int]) -> float:
         assert self._decode is not None
-        allowed = self._every_draw and len(handles) == 1
-        return self._run([Portion(_rows(self._decode.key, handles, self._decode.inputs))], allowed=allowed)
+        return self._run([Portion(_rows(self._decode.key, handles, self._decode.inputs))])
 
     def _chunk(self, handle: int, tokens: int) -> _Chunk:
         start = int(self._engine.lengths(self._chunks.node, np.array([handle], np.int64))[0])
@@ -183,15 +153,10 @@ class _Timing:
             raise _Unmeasured
         return step
 
-    def _run(self, portions: Sequence[Portion], *, allowed: bool = False) -> float:
-        """Seconds that the step's work took on the device executor. `allowed`: rows draw from tokens that are given,
-        all there are; the seconds are then those of the draw."""
+    def _run(self, portions: Sequence[Portion]) -> float:
+        """Seconds that the step's work took on the device executor."""
         engine, step = self._engine, self._arm(portions)
-        vocab_size = engine.vocab_size(step.node) if allowed else 0
-        engine.submit(step, draw_later=vocab_size > 0)
-        if vocab_size:
-            bits = np.full((step.num_rows, -(-vocab_size // 32)), -1, np.int32)
-            engine.draw(step, AllowedTokens(np.arange(step.num_rows), bits))
+        engine.submit(step)
         assert step.event is not None
         step.event.wait()
         engine.finish(step)
@@ -200,10 +165,10 @@ class _Timing:
             raise _Unmeasured
         return (step.event.ended_ns - step.event.began_ns) / 1e9
 
-    def _open(self, handle: int, num_prompt: int, max_tokens: int, sampling: SamplingParams = GREEDY) -> bool:
+    def _open(self, handle: int, num_prompt: int, max_tokens: int) -> bool:
         """False: there is no room."""
         memory = self._engine.memory
-        sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         config = OpenConfig(sampling, np.zeros(num_prompt, np.int32), num_prompt + max_tokens, shares=False)
         memory.introduce(handle, config)
         self._opened.append(handle)

@@ -1,8 +1,7 @@
 """How long steps take on this machine, measured before the first request. Workers only: imports torch.
 
 For `scheduler.max_step_tokens: auto` on a CPU, where the time of a step follows its tokens closely. On an accelerator
-the same steps run for what a first run costs: kernels, those of every kind of draw among them, are compiled and chosen
-before a request waits for them. A node
+the same steps run for what a first run costs: kernels are compiled and chosen before a request waits for them. A node
 whose prompts must come with inputs from other nodes cannot be run alone; its steps are bounded by tokens.
 """
 
@@ -27,7 +26,7 @@ def calibrate_steps(config: DeploymentConfig, compiled: CompiledGraph, rank: int
     """Measure the nodes of `rank` that can be, tell the scheduler, and log what it makes of it. Nothing runs yet."""
     if torch_device(config).type != "cpu":
         for chunks, decode in _measurable(compiled, rank, parts):
-            measure_step_cost(parts.engine, chunks, decode, every_draw=True)
+            measure_step_cost(parts.engine, chunks, decode)
         return
     if config.scheduler.max_step_tokens != "auto":
         return

@@ -17,7 +17,7 @@ INTERVAL_S = 2.0
 
 def start_engine(engine: Engine) -> None:
     """Raises `CaptureError`."""
-    log.info("warm-up; on an accelerator, kernels that are new to it are compiled, which takes a minute or two")
+    log.info("warm-up: kernels that are new to this machine are compiled, which takes a minute or two")
     engine.warmup()
     engine.capture(CaptureLog())
 

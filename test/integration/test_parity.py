@@ -168,9 +168,10 @@ def test_bf16_texts_do_not_depend_on_capture(tiny: Tiny, delta: str):
     assert same == 1
 
 
-BF16 = {
+BF16: dict[str, dict[str, Any]] = {
     "captured": {},
     "eager": {"capture": {"enabled": False}},
+    "prompts by FlashInfer": {"capture": {"enabled": False}, "resources": {"attn": {"backend": "flashinfer"}}},
     "states in bf16": {"resources": {"state": {"num_slots": 200, "dtype": "bfloat16"}}},
 }
 
@@ -178,7 +179,7 @@ BF16 = {
 @pytest.mark.parametrize("how", BF16)
 def test_bf16_first_tokens_are_mostly_those_of_fp32(tiny: Tiny, how: str, poisoned: None):
     """By the backends that a deployment of bf16 gets by itself, in replays padded with NaN."""
-    if "resources" in BF16[how] and tiny.model != "qwen3_5":
+    if "state" in BF16[how].get("resources", {}) and tiny.model != "qwen3_5":
         pytest.skip("this model has no recurrent states")
     instance = tiny.open(dtype="bfloat16", prefix_cache={"enabled": False}, **BF16[how])
     rounds = [generate(instance, tiny.prompts, FEW) for _ in range(2)]

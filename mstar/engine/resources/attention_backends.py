@@ -71,10 +71,6 @@ class AttentionBackend(Protocol):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
-    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
-        """None: it works; a library's kernels have run once. Otherwise the reason."""
-        ...
-
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         """The backend of one resource: one that keeps something between `plan` and `attend` is not shared."""
         ...
@@ -109,9 +105,6 @@ class TorchReference:
     capturable = False
 
     def why_unavailable(self, need: AttentionNeed) -> str | None:
-        return None
-
-    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
         return None
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
@@ -158,9 +151,6 @@ class PagedKernels:
         if (elsewhere := why_elsewhere(self._device_type, need.device_type)) is not None or need.device_type == "cpu":
             return elsewhere
         return why_no_attention(need.num_heads, need.num_kv_heads, need.head_dim)
-
-    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
-        return None
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return self

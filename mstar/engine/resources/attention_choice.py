@@ -17,13 +17,14 @@ BACKENDS: dict[str, AttentionBackend] = {
         TorchReference(),
     )
 }
-PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("flashinfer", "triton", "torch_ref")}
-"""By device type, best first."""
+PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": ("triton", "torch_ref")}
+"""By device type, best first. FlashInfer is for those who name it: its first step of prompts that is not replayed waits
+for a compiler, up to two minutes, while requests run."""
 
 
 def choose_backend(
     key: str, need: AttentionNeed, wanted: str | None, device: torch.device | None = None
 ) -> AttentionBackend:
     """`backend_choice.choose`, bound to the resource: its device is `device`, or the first of `need.device_type`."""
-    device = torch.device(need.device_type) if device is None else device
-    return choose("attention", key, need, wanted, BACKENDS, PREFERENCE, device).bind(need, device)
+    chosen = choose("attention", key, need, wanted, BACKENDS, PREFERENCE)
+    return chosen.bind(need, torch.device(need.device_type) if device is None else device)

@@ -6,15 +6,10 @@ At start-up, where resources are built.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
-import torch
-
 log = logging.getLogger(__name__)
-
-_REASON_LENGTH = 500
-"""Of a reason at most: what a compiler says can be pages long."""
 
 
 class Need(Protocol):
@@ -36,10 +31,6 @@ class Backend(Protocol[NeedT]):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
-    def why_failing(self, need: NeedT, device: torch.device) -> str | None:
-        """None: it works there; a library's kernels have run once. Otherwise the reason. Asked of what is available."""
-        ...
-
 
 BackendT = TypeVar("BackendT", bound=Backend)
 
@@ -51,10 +42,8 @@ def choose(
     wanted: str | None,
     backends: Mapping[str, BackendT],
     preference: Mapping[str, Sequence[str]],
-    device: torch.device,
 ) -> BackendT:
-    """`wanted`, or the first of the list of `preference` for `need.device_type` that can serve `need`, and does so when
-    it is tried on `device`. Logs the choice.
+    """`wanted`, or the first of the list of `preference` for `need.device_type` that can serve `need`. Logs the choice.
 
     Raises:
         ValueError: an unknown name, a choice that cannot serve, or nothing that can; says why.
@@ -64,23 +53,12 @@ def choose(
     names = (wanted,) if wanted is not None else preference.get(need.device_type, ("torch_ref",))
     refusals: list[str] = []
     for name in names:
-        reason = backends[name].why_unavailable(need) or backends[name].why_failing(need, device)
+        reason = backends[name].why_unavailable(need)
         if reason is None:
             log.info("%s %s: backend %s%s", kind, key, name, f" (not {'; '.join(refusals)})" if refusals else "")
             return backends[name]
         refusals.append(f"{name}: {reason}")
     raise ValueError(f"resources.{key}: no {kind} backend can serve {need}: {'; '.join(refusals)}")
-
-
-def why_failing(library: str, run: Callable[[], None]) -> str | None:
-    """Have a library compile and run its kernels before anybody waits for them. None: they work; otherwise what `run`
-    raised."""
-    log.info("trying %s: what it has not compiled on this machine yet takes up to two minutes", library)
-    try:
-        run()
-    except Exception as error:  # of any kind: compilers are run here, and another backend can serve
-        return f"{type(error).__name__}: {error}"[:_REASON_LENGTH]
-    return None
 
 
 def why_elsewhere(device_type: str, needed: str) -> str | None:

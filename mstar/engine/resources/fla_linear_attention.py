@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from mstar.engine.layer_handles import GatedDeltaWeights
-from mstar.engine.resources.backend_choice import why_failing
 from mstar.engine.resources.linear_attention_backends import (
     GatedDeltaKernels,
     LayerStates,
@@ -72,9 +71,6 @@ class FlaLinearAttention(GatedDeltaKernels):
             return "flash-linear-attention is not installed (the extra `cuda`)"
         return None
 
-    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
-        return why_failing("flash-linear-attention", lambda: self._try_once(need, device))
-
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         return meta if meta.single else meta._replace(derived=_prompts(meta, num_tokens))
 
@@ -120,26 +116,6 @@ class FlaLinearAttention(GatedDeltaKernels):
             out.copy_(result)
         else:
             ops.gated_rms_norm(result, *norm, out=out)
-
-    def _try_once(self, need: LinearAttentionNeed, device: torch.device) -> None:
-        """One prompt of two tokens, all of it zero. Raises whatever the library does, and `RuntimeError` where the
-        result is not zero."""
-
-        def zeros(*shape: int, dtype: torch.dtype = need.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        heads, dim, past = need.num_value_heads, need.key_dim, need.conv_kernel - 1
-        channels = (2 * need.num_key_heads + heads) * dim
-        columns = (torch.tensor(column, dtype=torch.int32, device=device) for column in ([1], [0], [0, 2]))
-        meta = self.begin(LinearAttentionMeta(*columns, single=False), 2)
-        fp32 = torch.float32
-        weights = GatedDeltaWeights(zeros(channels, past + 1), zeros(heads, dtype=fp32), zeros(heads, dtype=fp32))
-        states = LayerStates(zeros(2, past, channels), zeros(2, heads, dim, dim, dtype=fp32))
-        out = torch.ones((2, heads * dim), dtype=need.dtype, device=device)
-        gates = zeros(2, heads)
-        self.mix(zeros(2, channels), gates, gates, weights, states, need.num_key_heads, meta, out)
-        if out.any():
-            raise RuntimeError("the linear attention over nothing is something")
 
 
 def _prompts(meta: LinearAttentionMeta, num_tokens: int) -> _Prompts:

@@ -20,7 +20,6 @@ from mstar.engine.resources.attention_backends import (
     HostRows,
     PagedKernels,
 )
-from mstar.engine.resources.backend_choice import why_failing
 from mstar.engine.resources.paged_kv import LayerPages
 
 HEAD_DIMS = (64, 128, 256)
@@ -43,9 +42,6 @@ class FlashInferAttention(PagedKernels):
         if importlib.util.find_spec("flashinfer") is None:
             return "flashinfer is not installed (the extra `cuda`)"
         return None
-
-    def why_failing(self, need: AttentionNeed, device: torch.device) -> str | None:
-        return why_failing("FlashInfer", lambda: _Bound(need, device).try_once(device))
 
     def bind(self, need: AttentionNeed, device: torch.device) -> AttentionBackend:
         return _Bound(need, device)
@@ -93,32 +89,6 @@ class _Bound(FlashInferAttention):
             super().attend(q, pages, meta, out)
         else:
             self._wrappers[0].run(q, (pages.k, pages.v), out=out)
-
-    def try_once(self, device: torch.device) -> None:
-        """One prompt of two tokens, over values that are all one. Raises whatever the library does, and `RuntimeError`
-        where their mean is not one."""
-        need, lens, starts = self._need, np.array([2], np.int32), np.array([0, 2], np.int32)
-        table = np.array([[0, 1]], np.int32)
-        on_device = [torch.from_numpy(column).to(device) for column in (table, lens, starts)]
-        host = HostRows(table, lens, starts, single=False)
-        meta = AttentionMeta(
-            block_table=on_device[0],
-            kv_lens=on_device[1],
-            q_starts=on_device[2],
-            slots=on_device[1],
-            scale=need.head_dim**-0.5,
-            causal=True,
-            write=False,
-            host=host,
-            planned=True,
-        )
-        ones = torch.ones((2, need.page_size, need.num_kv_heads, need.head_dim), dtype=need.dtype, device=device)
-        q = torch.zeros((2, need.num_heads + 2 * need.num_kv_heads, need.head_dim), dtype=need.dtype, device=device)
-        out = torch.zeros((2, need.num_heads, need.head_dim), dtype=need.dtype, device=device)
-        self.plan(meta)
-        self.attend(q[:, : need.num_heads], LayerPages(ones, ones), meta, out)
-        if not torch.allclose(out.float(), torch.ones_like(out, dtype=torch.float32), atol=0.02):
-            raise RuntimeError("the attention over equal values is not their value")
 
 
 def plan_columns(rows: HostRows, page_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

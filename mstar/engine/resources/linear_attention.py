@@ -113,7 +113,7 @@ class LinearAttention(Resource[LinearAttentionStep]):
             spec.value_dim,
             spec.conv_kernel,
         )
-        self.backend = choose_backend(spec.key, need, backend, device)
+        self.backend = choose_backend(spec.key, need, backend)
         self._current = _Current()
         self._q_starts = spec.key + ".q_starts"
 

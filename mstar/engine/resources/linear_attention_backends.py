@@ -63,10 +63,6 @@ class LinearAttentionBackend(Protocol):
         """None: it can serve `need`; otherwise the reason, for the log and the error."""
         ...
 
-    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
-        """None: it works; a library's kernels have run once. Otherwise the reason."""
-        ...
-
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         """Once per forward before the first layer mixes `num_tokens`: what `mix` gets as `meta`."""
         ...
@@ -96,9 +92,6 @@ class TorchReference:
     capturable = False
 
     def why_unavailable(self, need: LinearAttentionNeed) -> str | None:
-        return None
-
-    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
         return None
 
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
@@ -147,9 +140,6 @@ class GatedDeltaKernels:
         if (elsewhere := why_elsewhere(self._device_type, need.device_type)) is not None or need.device_type == "cpu":
             return elsewhere
         return why_no_delta(need.key_dim, need.value_dim, need.conv_kernel)
-
-    def why_failing(self, need: LinearAttentionNeed, device: torch.device) -> str | None:
-        return None
 
     def begin(self, meta: LinearAttentionMeta, num_tokens: int) -> LinearAttentionMeta:
         return meta

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from mstar.engine.resources.backend_choice import choose
 from mstar.engine.resources.fla_linear_attention import FlaLinearAttention
 from mstar.engine.resources.linear_attention_backends import (
@@ -26,9 +24,6 @@ PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("cpu", "torch_ref"), "cuda": (
 """By device type, best first."""
 
 
-def choose_backend(
-    key: str, need: LinearAttentionNeed, wanted: str | None, device: torch.device | None = None
-) -> LinearAttentionBackend:
-    """`backend_choice.choose`; `device`: None for the first of `need.device_type`."""
-    device = torch.device(need.device_type) if device is None else device
-    return choose("linear attention", key, need, wanted, BACKENDS, PREFERENCE, device)
+def choose_backend(key: str, need: LinearAttentionNeed, wanted: str | None) -> LinearAttentionBackend:
+    """See `backend_choice.choose`."""
+    return choose("linear attention", key, need, wanted, BACKENDS, PREFERENCE)

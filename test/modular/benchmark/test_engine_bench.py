@@ -57,7 +57,9 @@ def test_every_way_in_one_file(tmp_path):
     ]
     for row in found["rows"]:
         for name, spread in row["spread"].items():
-            assert 0 < spread["min"] <= spread["median"] == row[name] <= spread["max"]
+            assert 0 <= spread["min"] <= spread["median"] == row[name] <= spread["max"]
+            # Where the client was late, its streams have all tokens at once.
+            assert spread["max"] > 0 or (row["via"] == "http" and name == "itl_ms")
         assert row["ttft_ms"] <= row["last_ttft_ms"]
     assert all(row["host_total_us"] > 0 for row in found["rows"] if row["via"] == "engine")
     assert min(found["rows"][-1]["cpu_us_per_token"].values()) >= 0

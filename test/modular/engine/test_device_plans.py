@@ -1,10 +1,5 @@
 """What kernel libraries of an accelerator are told about a step, from host integers and from staged columns."""
 
-import logging
-import sys
-import types
-from typing import Any, NamedTuple
-
 import numpy as np
 import pytest
 import torch
@@ -14,17 +9,9 @@ from mstar.engine.engine_config import AUTO_CAPTURE_SIZES, EngineConfig, auto_ca
 from mstar.engine.resources import attention_choice, linear_attention_choice
 from mstar.engine.resources.attention import AttentionFacts
 from mstar.engine.resources.attention_backends import AttentionMeta, AttentionNeed, HostRows
-from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _Kernels, _Prompts
+from mstar.engine.resources.fla_linear_attention import FlaLinearAttention, _Prompts
 from mstar.engine.resources.flashinfer_attention import FlashInferAttention, _Bound, plan_columns
 from mstar.engine.resources.linear_attention_backends import LinearAttentionMeta, LinearAttentionNeed
-
-
-class ChunkInputs(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    log2_decay: torch.Tensor
-    beta: torch.Tensor
 
 
 def test_pages_of_rows_one_after_the_other():
@@ -72,6 +59,12 @@ def test_what_the_libraries_cannot_serve_is_said():
     assert FlaLinearAttention().why_unavailable(longer) == "convolutions of 4 taps, not of 5"
 
 
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both libraries are there."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(256, 256), (96, 96), (64, 128), (64, 64)])
 @pytest.mark.parametrize("name", ["fla", "triton"])
 def test_what_the_kernels_cannot_serve_is_not_chosen(name: str, dim: int, value_dim: int, library: None):
@@ -98,86 +91,6 @@ def test_heads_that_the_kernels_cannot_serve_are_refused(heads: int, kv_heads: i
     assert serves == (heads == 64)
     for name in ("triton", "flashinfer"):
         assert (attention_choice.BACKENDS[name].why_unavailable(need) is None) == serves
-
-
-class _Wrapper:
-    """In place of FlashInfer's: `value` everywhere, or `error`."""
-
-    value: float = 1.0
-    error: Exception | None = None
-    runs = 0
-
-    def __init__(self, workspace: torch.Tensor, layout: str) -> None:
-        assert workspace.dtype is torch.uint8 and layout == "NHD"
-
-    def plan(self, starts: torch.Tensor, page_starts: torch.Tensor, *rest: Any, **more: Any) -> None:
-        self.planned = starts.tolist(), page_starts.tolist()
-
-    def run(self, q: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-        if self.error is not None:
-            raise self.error
-        assert self.planned == ([0, 2], [0, 1])
-        _Wrapper.runs += 1
-        out.fill_(self.value)
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both libraries are there."""
-    module = types.ModuleType("flashinfer")
-    module.__dict__["BatchPrefillWithPagedKVCacheWrapper"] = _Wrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", module)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr("mstar.engine.resources.flashinfer_attention._WORKSPACE_BYTES", 8)
-    monkeypatch.setattr(_Wrapper, "runs", 0)
-
-
-CUDA = AttentionNeed("cuda", torch.bfloat16, 8, 2, 64, 16)
-CPU = torch.device("cpu")
-
-
-def test_flashinfer_has_run_before_it_is_chosen(library: None, caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.backend_choice"):
-        assert attention_choice.choose_backend("attn", CUDA, None, CPU).name == "flashinfer"
-    assert _Wrapper.runs == 1
-    assert caplog.messages[0].startswith("trying FlashInfer: ") and "two minutes" in caplog.messages[0]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"error": OSError("nvcc: not found")}, "OSError: nvcc: not found"),
-        ({"value": 0.5}, "RuntimeError: the attention"),
-    ],
-)
-def test_a_library_that_fails_is_not_chosen(
-    library: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any], said: str
-):
-    for name, value in wrong.items():
-        monkeypatch.setattr(_Wrapper, name, value)
-    with caplog.at_level(logging.INFO, logger="mstar.engine.resources.backend_choice"):
-        assert attention_choice.choose_backend("attn", CUDA, None, CPU).name == "triton"
-    assert f"backend triton (not flashinfer: {said}" in caplog.messages[-1]
-    with pytest.raises(ValueError, match=f"flashinfer: {said}"):
-        attention_choice.choose_backend("attn", CUDA, "flashinfer", CPU)
-
-
-def test_linear_attention_is_tried_too(library: None, monkeypatch: pytest.MonkeyPatch):
-    need = LinearAttentionNeed("cuda", torch.bfloat16, 2, 4, 16, 16, 4)
-    made = torch.zeros(1, 2, 4, 16)
-
-    def run(*_: Any, **given: Any) -> Any:
-        return ChunkInputs(*[torch.zeros(1)] * 5) if "g" not in given else (made, made, torch.zeros(2, 4, 16, 16))
-
-    prompts = _Kernels(run, run, run, lambda **_: made)
-    monkeypatch.setattr("mstar.engine.resources.fla_linear_attention._kernels", lambda: prompts)
-    choose = linear_attention_choice.choose_backend
-    assert choose("delta", need, None, CPU).name == "fla"
-    made += 1
-    assert choose("delta", need, None, CPU).name == "triton"
-    monkeypatch.setattr("mstar.engine.resources.fla_linear_attention._kernels", lambda: {}["fla"])
-    with pytest.raises(ValueError, match="fla: KeyError"):
-        choose("delta", need, "fla", CPU)
 
 
 def test_pieces_of_a_step_are_served_without_a_plan():

@@ -218,30 +218,3 @@ def test_a_slow_machine_ends_early(monkeypatch: pytest.MonkeyPatch):
     found = measure_step_cost(_rig(counting).engine, PREFILL, DECODE)
     assert found is not None and found.token_s == pytest.approx(COST.token_s, rel=0.02)
     assert len(steps) < 20, "two or three rounds instead of six"
-
-
-def test_every_kind_of_draw_has_run_where_kernels_are_to_be_ready():
-    rig = EngineRig(max_seq_len=600, num_pages={"kv": 400}, capacity=20)
-    called: set[tuple[str, bool, bool]] = set()
-    draws = rig.sampler._draws
-
-    def spied(name: str) -> Callable[..., Any]:
-        plain = getattr(draws, name)
-
-        def spy(*given: Any) -> Any:
-            adjusts = name == "adjust"
-            called.add((name, adjusts and given[2].has_counts, adjusts and given[4] is not None))
-            return plain(*given)
-
-        return spy
-
-    for name in ("adjust", "choose", "log_probabilities"):
-        setattr(draws, name, spied(name))
-    baseline = dict(rig.engine.gauges())
-    assert measure_step_cost(rig.engine, PREFILL, DECODE) is not None and not called
-    assert measure_step_cost(rig.engine, PREFILL, DECODE, every_draw=True) is not None
-    counted_and_allowed = {("adjust", True, True), ("adjust", True, False), ("adjust", False, True)}
-    assert called == {("choose", False, False), ("log_probabilities", False, False)} | counted_and_allowed
-    assert rig.sampler._counts.output.shape[0] and rig.sampler._biases.ids.shape[0]
-    assert dict(rig.engine.gauges()) == baseline
-    rig.check()

@@ -15,7 +15,6 @@ MAY_CATCH_EVERYTHING: dict[str, str] = {
     "mstar/conductor/preprocess_worker.py": "per-message guard: a model's prompt hook fails its own request",
     "mstar/engine/cuda_executor.py": "what a step's work raises belongs to the step, whose owner waits for the event",
     "mstar/engine/node_hooks.py": "guards around a model's hooks: a row's hook fails its row, a batch's its step",
-    "mstar/engine/resources/backend_choice.py": "a library's compiler is tried at start-up; another backend can serve",
     "mstar/engine/resource_stages.py": "guards around a step's resources: what they raise fails the step's rows",
     "mstar/launch/child.py": "entry of every child process: logs why it ends",
     "mstar/worker/grammars/builds.py": "per-job guard: a grammar that cannot be compiled fails those who asked for it",
