@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 from support.instance import shared_memory_of
+from support.process_roles import is_front, worker_rank
 
-_WORKER_SOCKET = re.compile(r"/w(\d+)\.\d+$")
 _NUMBERS = re.compile(r"[0-9a-f]{8,}|\d+")
 
 
@@ -37,23 +37,17 @@ def look_at(supervisor: int) -> ProcessFacts:
 
 
 def roles(supervisor: int) -> dict[str, int]:
-    """The supervisor and its children: a worker is told by the socket that it listens on, the front has children."""
+    """The supervisor and its children, and the front's. A worker that is not known by its rank yet has its pid's."""
     found = {"supervisor": supervisor}
     for child in psutil.Process(supervisor).children():
-        below = child.children()
-        if below:
+        if is_front(child.pid):
             found["front"] = child.pid
-            for index, process in enumerate(sorted(below, key=lambda process: process.pid)):
+            for index, process in enumerate(sorted(child.children(), key=lambda process: process.pid)):
                 found[f"preprocess {index}"] = process.pid
         else:
-            found[f"worker {_rank(child)}"] = child.pid
+            rank = worker_rank(child.pid)
+            found[f"worker {child.pid if rank is None else rank}"] = child.pid
     return found
-
-
-def _rank(process: psutil.Process) -> str:
-    names = [connection.laddr for connection in process.net_connections(kind="unix")]
-    ranks = [match[1] for name in names if isinstance(name, str) and (match := _WORKER_SOCKET.search(name))]
-    return ranks[0] if ranks else str(process.pid)
 
 
 def _descriptors(process: psutil.Process) -> Counter[str]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from support.process_roles import is_front
 
 READY = re.compile(r"mstar is ready: \S+ at (http://\S+)")
 HEARTBEAT_S = 0.26
@@ -36,11 +37,8 @@ class Server:
         return self.process.pid
 
     def children(self) -> dict[int, str]:
-        """Child processes of the supervisor: pid → role, told by the socket that each listens on."""
-        found: dict[int, str] = {}
-        for pid in _children_of(self.pid):
-            found[pid] = "front" if _children_of(pid) else "worker"
-        return found
+        """Child processes of the supervisor: pid → role."""
+        return {pid: "front" if is_front(pid) else "worker" for pid in _children_of(self.pid)}
 
     def worker_pids(self) -> list[int]:
         return [pid for pid, role in self.children().items() if role == "worker"]
