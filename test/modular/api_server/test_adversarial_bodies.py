@@ -74,13 +74,16 @@ def test_the_time_of_a_wrong_body_is_bounded(case: int):
     schema, value, param = COSTLY[case]
     body = json.dumps(value).encode()
     assert len(body) > NUM_BYTES * 0.8
-    began = time.thread_time()
-    msgspec.json.decode(body)
-    parsed = time.thread_time()
-    with pytest.raises(RefusedError) as caught:
-        parse_json(body, schema)
-    answer = error_body(caught.value.failure)
-    assert time.thread_time() - parsed < MOST_CPU_S + 2 * (parsed - began)
+    excess: list[float] = []
+    for _ in range(3):  # what else the process does now and then, as collecting garbage, is not the body's
+        began = time.thread_time()
+        msgspec.json.decode(body)
+        parsed = time.thread_time()
+        with pytest.raises(RefusedError) as caught:
+            parse_json(body, schema)
+        answer = error_body(caught.value.failure)
+        excess.append(time.thread_time() - parsed - 2 * (parsed - began))
+    assert min(excess) < MOST_CPU_S
     assert caught.value.failure.param == param
     assert len(answer) < 1000
 
