@@ -151,11 +151,11 @@ def test_seeds_give_the_same_texts_as_on_the_cpu(tiny: Tiny):
     instance.close()
 
 
-@pytest.mark.parametrize("delta", ["triton", "fla"])
+@pytest.mark.parametrize(
+    ("tiny", "delta"), [("llama", "triton"), ("qwen3_5", "triton"), ("qwen3_5", "fla")], indirect=["tiny"]
+)
 def test_bf16_texts_do_not_depend_on_capture(tiny: Tiny, delta: str):
     """Two forwards over the same buffers, one recorded and one not: the same bits."""
-    if delta != "triton" and tiny.model != "qwen3_5":
-        pytest.skip("this model has no recurrent states")
     texts: list[list[list[int]]] = []
     for enabled in (True, False):
         capture = {"enabled": enabled, **({"batch_sizes": [1, 8]} if enabled else {})}
@@ -176,11 +176,13 @@ BF16: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", BF16)
+@pytest.mark.parametrize(
+    ("tiny", "how"),
+    [(model, how) for how in BF16 for model in MODELS if model == "qwen3_5" or how != "states in bf16"],
+    indirect=["tiny"],
+)
 def test_bf16_first_tokens_are_mostly_those_of_fp32(tiny: Tiny, how: str, poisoned: None):
     """By the backends that a deployment of bf16 gets by itself, in replays padded with NaN."""
-    if "state" in BF16[how].get("resources", {}) and tiny.model != "qwen3_5":
-        pytest.skip("this model has no recurrent states")
     instance = tiny.open(dtype="bfloat16", prefix_cache={"enabled": False}, **BF16[how])
     rounds = [generate(instance, tiny.prompts, FEW) for _ in range(2)]
     assert rounds[0] == rounds[1]
